@@ -1,0 +1,60 @@
+"""CIFAR ResNet-20/32/44/56/110 (He et al. 2016): three stages of 16, 32 and 64 channels.
+
+Shortcuts carry no parameters ("option A"): they subsample by two and pad channels with zeros. Tensor names
+are those of the public checkpoints (`conv1`, `layer1.0.conv1`, ..., `linear`), so that their weights load as
+they are. Input: (N, 3, 32, 32) in [0, 1]; the normalisation is part of the network.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+IMAGENET_MEAN = (0.485, 0.456, 0.406)
+IMAGENET_STD = (0.229, 0.224, 0.225)
+
+
+class ResNetCIFAR(nn.Module):
+    """6n + 2 layers: x (N, 3, 32, 32) -> logits (N, num_classes), or hidden vectors (N, 64) if that is None."""
+
+    mean: Tensor
+    std: Tensor
+
+    def __init__(self, depth: int = 56, num_classes: int | None = 10) -> None:
+        super().__init__()
+        if depth < 8 or (depth - 2) % 6:
+            raise ValueError(f"ResNetCIFAR expects a depth of 6n + 2 (20, 32, 44, 56, 110), got {depth}.")
+        blocks = (depth - 2) // 6
+        self.register_buffer("mean", torch.tensor(IMAGENET_MEAN).view(1, 3, 1, 1), persistent=False)
+        self.register_buffer("std", torch.tensor(IMAGENET_STD).view(1, 3, 1, 1), persistent=False)
+        self.conv1 = nn.Conv2d(3, 16, 3, padding=1, bias=False)
+        self.bn1 = nn.BatchNorm2d(16)
+        self.layer1 = _stage(16, 16, blocks, stride=1)
+        self.layer2 = _stage(16, 32, blocks, stride=2)
+        self.layer3 = _stage(32, 64, blocks, stride=2)
+        self.linear = nn.Identity() if num_classes is None else nn.Linear(64, num_classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.bn1(self.conv1((x - self.mean) / self.std)))
+        x = self.layer3(self.layer2(self.layer1(x)))
+        return self.linear(x.mean(dim=(2, 3)))
+
+
+class _Block(nn.Module):
+    def __init__(self, in_channels: int, channels: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(in_channels, channels, 3, stride=stride, padding=1, bias=False)
+        self.bn1 = nn.BatchNorm2d(channels)
+        self.conv2 = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
+        self.bn2 = nn.BatchNorm2d(channels)
+        self.stride, self.padding = stride, (channels - in_channels) // 2
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.bn2(self.conv2(F.relu(self.bn1(self.conv1(x)))))
+        if self.padding:
+            x = F.pad(x[:, :, :: self.stride, :: self.stride], (0, 0, 0, 0, self.padding, self.padding))
+        return F.relu(x + y)
+
+
+def _stage(in_channels: int, channels: int, blocks: int, *, stride: int) -> nn.Sequential:
+    first = _Block(in_channels, channels, stride)
+    return nn.Sequential(first, *[_Block(channels, channels, 1) for _ in range(blocks - 1)])

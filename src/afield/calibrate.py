@@ -1,0 +1,248 @@
+"""Calibration on held-out data: logit scale and amplitude together, and p-values with a guarantee.
+
+    p(y | x) = softmax(s f / sqrt(1 + pi/8 a^2 v))
+
+Held-out in-domain data cannot see what the variance is for: its log loss is flat in the amplitude a, and minimising
+it alone often drives a to zero. So every a on a grid gets its own best s, and of all amplitudes that the data cannot
+tell from the best one (a paired comparison of the log loss, two standard errors) a classifier takes the *largest*:
+its probabilities stay as good, and distance keeps its say. Regression and rates take the amplitude nearest to 1, the
+prior's own, and regression fits the noise variance in place of s.
+
+The held-out data is cut in two by a fixed permutation. One part chooses the parameters; the scores of the other are
+the reference for p-values. A score chosen by looking at its own reference would void the guarantee.
+"""
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from afield.batch import evaluating
+from afield.convert import SNGP
+from afield.head import GaussianProcessHead
+from afield.laplace import NotFitted
+from afield.posterior import Hidden
+from afield.predictive import MEAN_FIELD_FACTOR, Prediction, shrink
+from afield.registry import Registry
+
+STANDARD_ERRORS = 2.0
+_FEWEST = 20
+# a^2 pi/8 times the median variance, for classes: beyond 10 the shrinkage has its limiting shape, where a larger
+# amplitude with a larger scale gives the same probabilities.
+_RELATIVE_GRID = np.concatenate([[1e-12], np.logspace(-3, 1, 33)])
+_ABSOLUTE_GRID = np.logspace(-4, 4, 33)
+
+Loss = Callable[[float, float], Tensor]
+"""(nuisance parameter, a^2) -> log loss (N,)."""
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What `calibrate` found; losses are log losses per example on the part that chose the parameters."""
+
+    logit_scale: float
+    amplitude: float
+    noise: float
+    loss_before: float
+    loss: float
+    num_fitted: int
+    num_reference: int
+
+    @property
+    def finest(self) -> float:
+        """The smallest p-value there can be, hence the smallest useful alpha."""
+        return 1 / (self.num_reference + 1)
+
+
+def calibrate(
+    model: SNGP, loader: Iterable[Any], *, fit_fraction: float = 2 / 3, seed: int = 0, progress: bool | None = None
+) -> Calibration:
+    """Fit logit scale and amplitude (regression: noise and amplitude) and keep reference scores for p-values.
+
+    loader        batches (inputs, target) of in-domain data that the network has not seen. On its own training data
+                  a network is overconfident, and the amplitude comes out as zero
+    fit_fraction  the part of the data that chooses the parameters; the rest is the reference
+    seed          of the permutation that cuts the data
+    """
+    head = model.head
+    if not head.precision.fitted:
+        raise NotFitted("The posterior is not fitted: call afield.fit_posterior(model, train_loader) before calibrate.")
+    if not 0 < fit_fraction < 1:
+        raise ValueError(f"fit_fraction must lie strictly between 0 and 1, got {fit_fraction}.")
+    with evaluating(model):
+        batches = list(Hidden(model, loader, progress=progress))
+        if not batches:
+            raise ValueError("calibrate got an empty loader: there is nothing to calibrate on.")
+        if any(target is None for _, target in batches):
+            raise ValueError("calibrate expects batches of (inputs, target), got batches without a target.")
+        hidden = torch.cat([h for h, _ in batches])
+        target = check_target(torch.cat([t for _, t in batches if t is not None]), head)
+        if hidden.shape[0] < _FEWEST:
+            raise ValueError(f"calibrate expects at least {_FEWEST} held-out examples, got {hidden.shape[0]}.")
+        if not bool(torch.isfinite(hidden).all()):
+            raise ValueError("Hidden features of the held-out data must be finite, got NaN or infinity.")
+        order = torch.randperm(hidden.shape[0], generator=torch.Generator().manual_seed(seed)).to(hidden.device)
+        cut = min(hidden.shape[0] - 1, max(1, round(fit_fraction * hidden.shape[0])))
+        fit, rest = order[:cut], order[cut:]
+        loss, grid, start = LOSSES[head.likelihood](head, hidden[fit], target[fit])
+        before = float(loss(start, float(head.amplitude) ** 2).mean())
+        nuisance, amplitude, after = _choose(loss, grid, start, largest=head.likelihood in ("categorical", "bernoulli"))
+        scalars = {"amplitude": amplitude}
+        if head.likelihood == "gaussian":
+            scalars["noise"] = nuisance
+        elif head.likelihood != "poisson":
+            scalars["logit_scale"] = nuisance
+        head.set_scalars(**scalars)
+        head.set_reference(Prediction.cat([head.predict(h) for h in hidden[rest].split(4096)]).score())
+    return Calibration(
+        float(head.logit_scale), amplitude, float(head.noise), before, after, int(fit.numel()), int(rest.numel())
+    )
+
+
+def check_target(target: Tensor, head: GaussianProcessHead) -> Tensor:
+    """Targets in the form the likelihood wants: class indices (N,), or numbers (N, K)."""
+    if head.likelihood in ("gaussian", "poisson"):
+        target = target.reshape(target.shape[0], -1).double()
+        if target.shape[1] != head.out_features:
+            raise ValueError(f"The head has {head.out_features} outputs, the targets have {target.shape[1]} columns.")
+        if not bool(torch.isfinite(target).all()) or (head.likelihood == "poisson" and bool((target < 0).any())):
+            raise ValueError(
+                f"{head.likelihood} targets must be finite{' and not negative' * (head.likelihood != 'gaussian')}."
+            )
+        return target
+    classes = max(head.out_features, 2)
+    target = target.reshape(-1) if target.dim() == 2 and target.shape[1] == 1 else target
+    whole = target.long()
+    if target.dim() != 1 or bool((whole != target).any()):
+        raise ValueError(
+            f"Class targets must be whole numbers of shape (N,), got {target.dtype} {tuple(target.shape)}."
+        )
+    if whole.numel() and not (int(whole.min()) >= 0 and int(whole.max()) < classes):
+        raise ValueError(
+            f"The model has {classes} classes (0 to {classes - 1}), the targets run from {int(whole.min())} to "
+            f"{int(whole.max())}. Is this the right output layer, or are labels numbered from 1?"
+        )
+    return whole
+
+
+def _choose(loss: Loss, grid: np.ndarray, start: float, *, largest: bool) -> tuple[float, float, float]:
+    """The nuisance parameter, the amplitude and the mean loss that the module docstring's rule picks."""
+    nuisance = [_minimize(loss, a2, start) for a2 in grid]
+    losses = torch.stack([loss(t, a2) for t, a2 in zip(nuisance, grid, strict=True)]).cpu()
+    mean = losses.mean(1)
+    best = int(mean.argmin())
+    difference = losses - losses[best]
+    error = difference.std(1) / math.sqrt(losses.shape[1])
+    allowed = torch.nonzero(difference.mean(1) <= STANDARD_ERRORS * error + 1e-12).flatten().tolist()
+    pick = max(allowed) if largest else min(allowed, key=lambda i: abs(math.log(grid[i])))
+    return nuisance[pick], math.sqrt(grid[pick]), float(mean[pick])
+
+
+def _minimize(loss: Loss, a2: float, start: float, *, decades: float = 3.0, steps: int = 32) -> float:
+    """The nuisance parameter within 1000-fold of `start` with the smallest mean loss, by golden section."""
+
+    def fn(parameter: float) -> float:
+        return float(loss(parameter, a2).mean())
+
+    golden = (math.sqrt(5) - 1) / 2
+    low, high = math.log(start) - decades * math.log(10), math.log(start) + decades * math.log(10)
+    left, right = high - golden * (high - low), low + golden * (high - low)
+    at_left, at_right = fn(math.exp(left)), fn(math.exp(right))
+    for _ in range(steps):
+        if at_left < at_right:
+            high, right, at_right = right, left, at_left
+            left = high - golden * (high - low)
+            at_left = fn(math.exp(left))
+        else:
+            low, left, at_left = left, right, at_right
+            right = low + golden * (high - low)
+            at_right = fn(math.exp(right))
+    return math.exp((low + high) / 2)
+
+
+def _unit_posterior(head: GaussianProcessHead, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean (N, K) and variance at amplitude 1, in float64."""
+    parts = [head.posterior(h) for h in hidden.split(4096)]
+    mean = torch.cat([m for m, _ in parts]).double()
+    return mean, torch.cat([v for _, v in parts]).double() / head.amplitude**2
+
+
+def _class_loss(head: GaussianProcessHead, hidden: Tensor, target: Tensor) -> tuple[Loss, np.ndarray, float]:
+    mean, variance = _unit_posterior(head, hidden)
+    if head.likelihood == "bernoulli":
+        signed = torch.where(target == 1, 1.0, -1.0).to(mean)[:, None]
+
+        def loss(s: float, a2: float) -> Tensor:
+            return F.softplus(-signed * shrink(s * mean, a2 * variance)).squeeze(1)
+
+    else:
+
+        def loss(s: float, a2: float) -> Tensor:
+            return F.cross_entropy(shrink(s * mean, a2 * variance), target, reduction="none")
+
+    return loss, _RELATIVE_GRID / (MEAN_FIELD_FACTOR * float(variance.median())), float(head.logit_scale)
+
+
+def _gaussian_loss(head: GaussianProcessHead, hidden: Tensor, target: Tensor) -> tuple[Loss, np.ndarray, float]:
+    """The noise also enters the precision r I + G / noise: the eigenvectors of G give the variance for every noise."""
+    values, vectors = torch.linalg.eigh(head.precision.data[0])
+    parts = [(head(h).double(), (head.features(h).double() @ vectors).square()) for h in hidden.split(4096)]
+    mean, squares = (torch.cat([p[i] for p in parts]) for i in (0, 1))
+    values, ridge, error = values.clamp_min(0), float(head.ridge), (target - mean).square()
+
+    def loss(noise: float, a2: float) -> Tensor:
+        variance = squares @ (1 / (ridge + values / noise))
+        total = (a2 * variance + noise)[:, None]
+        return 0.5 * (torch.log(2 * math.pi * total) + error / total).sum(1)
+
+    return loss, _ABSOLUTE_GRID, max(float(error.mean()), 1e-12)
+
+
+def _poisson_loss(head: GaussianProcessHead, hidden: Tensor, target: Tensor) -> tuple[Loss, np.ndarray, float]:
+    mean, variance = _unit_posterior(head, hidden)
+    deviation = variance.reshape(mean.shape[0], -1).sqrt().expand_as(mean)
+    nodes, weights = (torch.from_numpy(a).to(mean) for a in np.polynomial.hermite_e.hermegauss(32))
+
+    def loss(_: float, a2: float) -> Tensor:
+        log_rate = mean[..., None] + math.sqrt(a2) * deviation[..., None] * nodes
+        log_p = target[..., None] * log_rate - log_rate.exp() - torch.lgamma(target[..., None] + 1)
+        return -torch.logsumexp(log_p + (weights / weights.sum()).log(), dim=-1).sum(1)
+
+    return loss, _ABSOLUTE_GRID, 1.0
+
+
+LOSSES: Registry[Callable[[GaussianProcessHead, Tensor, Tensor], tuple[Loss, np.ndarray, float]]] = Registry(
+    "likelihood", categorical=_class_loss, bernoulli=_class_loss, gaussian=_gaussian_loss, poisson=_poisson_loss
+)
+
+
+@dataclass(frozen=True)
+class RiskCoverage:
+    """The error rate (`risk`) among the fraction (`coverage`) of examples with the lowest scores."""
+
+    coverage: Tensor
+    risk: Tensor
+
+    @property
+    def area(self) -> float:
+        """The area under the curve: lower is better."""
+        return float(self.risk.mean())
+
+    def coverage_at(self, risk: float) -> float:
+        """The largest coverage whose empirical risk is at most `risk`."""
+        good = self.coverage[self.risk <= risk]
+        return float(good.max()) if good.numel() else 0.0
+
+
+def risk_coverage(score: Tensor, correct: Tensor) -> RiskCoverage:
+    """The trade between answering often and answering well, for scores (N,) and correctness (N,)."""
+    if score.shape != correct.shape or score.dim() != 1:
+        raise ValueError(f"risk_coverage expects two vectors of one length, got {score.shape} and {correct.shape}.")
+    wrong = (~correct.bool())[score.argsort(stable=True)].double()
+    accepted = torch.arange(1, wrong.numel() + 1, dtype=torch.float64, device=wrong.device)
+    return RiskCoverage(accepted / wrong.numel(), wrong.cumsum(0) / accepted)

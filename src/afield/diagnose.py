@@ -1,0 +1,139 @@
+"""Does the hidden mapping keep distances, and does the uncertainty follow them?
+
+    L1 |x - x'| <= |h(x) - h(x')| <= L2 |x - x'|                    paper: eq. (dp), proposition resnet_lipschitz
+
+`certified` proves L1 and L2 from the weights where the structure allows it: chains of linear layers, 1-Lipschitz
+activations and `Residual` blocks, whose branch of Lipschitz constant a gives 1 - a and 1 + a. `measured` takes them
+from pairs of examples. `distance_correlation` is Spearman's rank correlation of a score with the distance to the
+nearest training example.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from afield.batch import evaluating
+from afield.convert import SNGP
+from afield.head import GaussianProcessHead
+from afield.spectral import Residual, certified_norm
+
+_ISOMETRIES = (nn.Identity, nn.Flatten, nn.Unflatten, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
+# Lipschitz constant 1; flat somewhere, so nothing can be said from below.
+_CONTRACTIONS = (nn.ReLU, nn.Tanh, nn.Softplus, nn.ReLU6, nn.Hardtanh, nn.Softshrink, nn.MaxPool1d, nn.MaxPool2d)
+# Largest slope of the activation, rounded up in the last digit.
+_SLOPES: dict[type[nn.Module], float] = {
+    nn.GELU: 1.12905,
+    nn.SiLU: 1.09984,
+    nn.Sigmoid: 0.25,
+    nn.ELU: 1.0,
+    nn.Mish: 1.0885,
+}
+_BATCH_NORM = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+
+
+@dataclass(frozen=True)
+class Lipschitz:
+    """Constants L1 (`lower`) and L2 (`upper`); `reason` names what stopped a certificate (upper is then inf)."""
+
+    lower: float
+    upper: float
+    reason: str = ""
+
+    def then(self, after: "Lipschitz") -> "Lipschitz":
+        """The constants of this map followed by another."""
+        upper = 0.0 if 0.0 in (self.upper, after.upper) else self.upper * after.upper
+        return Lipschitz(self.lower * after.lower, upper, self.reason or after.reason)
+
+
+def certified(module: nn.Module) -> Lipschitz:
+    """Proven constants of a module as it acts in evaluation mode; `upper` is inf, with a reason, where none is known.
+
+    For an `SNGP` whose network is a Sequential: the part before the head.
+    """
+    if isinstance(module, SNGP):
+        return certified(module.net)
+    if isinstance(module, nn.Sequential):
+        result = Lipschitz(1.0, 1.0)
+        for part in module:
+            if isinstance(part, GaussianProcessHead):
+                break
+            result = result.then(certified(part))
+        return result
+    if isinstance(module, Residual):
+        branch = certified(module.branch)
+        return Lipschitz(max(0.0, 1 - branch.upper), 1 + branch.upper, branch.reason)
+    return _layer(module)
+
+
+def _layer(module: nn.Module) -> Lipschitz:
+    if isinstance(module, _ISOMETRIES):
+        return Lipschitz(1.0, 1.0)
+    if isinstance(module, _CONTRACTIONS):
+        if isinstance(module, nn.MaxPool1d | nn.MaxPool2d) and module.stride != module.kernel_size:
+            return Lipschitz(0.0, math.inf, "a MaxPool whose windows overlap")
+        return Lipschitz(0.0, 1.0)
+    if isinstance(module, nn.LeakyReLU):
+        slope = abs(module.negative_slope)
+        return Lipschitz(min(slope, 1.0), max(slope, 1.0))
+    for kind, slope in _SLOPES.items():
+        if isinstance(module, kind):
+            return Lipschitz(0.0, slope if not isinstance(module, nn.ELU) else max(1.0, module.alpha))
+    if isinstance(module, nn.Linear):
+        values = torch.linalg.svdvals(module.weight.detach().double())
+        injective = module.out_features >= module.in_features
+        return Lipschitz(float(values[-1]) * (1 - 1e-12) if injective else 0.0, certified_norm(module))
+    if isinstance(module, _BATCH_NORM) and module.running_var is not None:
+        gain = torch.rsqrt(module.running_var.double() + module.eps)
+        gain = gain if module.weight is None else gain * module.weight.detach().double().abs()
+        return Lipschitz(float(gain.min()), float(gain.max()))
+    upper = certified_norm(module)
+    return Lipschitz(0.0, upper, "" if math.isfinite(upper) else f"no certificate for {type(module).__name__}")
+
+
+def measured(mapping: SNGP | Callable[[Tensor], Tensor], x: Tensor, *, pairs: int = 4096, seed: int = 0) -> Lipschitz:
+    """The smallest and largest |h(x) - h(x')| / |x - x'| over random pairs of the examples x (N, ...)."""
+    if x.shape[0] < 2:
+        raise ValueError(f"measured expects at least 2 examples, got {x.shape[0]}.")
+    if isinstance(mapping, SNGP):
+        with evaluating(mapping):
+            h = mapping.hidden(x)
+    else:
+        with torch.no_grad():
+            h = mapping(x)
+    generator = torch.Generator().manual_seed(seed)
+    first = torch.randint(x.shape[0], (pairs,), generator=generator)
+    second = (first + torch.randint(1, x.shape[0], (pairs,), generator=generator)) % x.shape[0]
+    before = (x[first] - x[second]).flatten(1).double().norm(dim=1)
+    after = (h[first] - h[second]).flatten(1).double().norm(dim=1)
+    ratios = (after / before)[before > 0]
+    if not ratios.numel():
+        raise ValueError("measured needs examples that differ.")
+    return Lipschitz(float(ratios.min()), float(ratios.max()))
+
+
+def nearest_distance(x: Tensor, train: Tensor) -> Tensor:
+    """The distance (N,) from each of x to the nearest of the training examples, in the space they are given in."""
+    flat = train.flatten(1)
+    return torch.cat([torch.cdist(part.flatten(1), flat).amin(1) for part in x.split(1024)])
+
+
+def distance_correlation(score: Tensor, x: Tensor, train: Tensor) -> float:
+    """Spearman's rank correlation of scores (N,) with the distance of x (N, ...) to the nearest training example."""
+    return spearman(score, nearest_distance(x, train))
+
+
+def spearman(a: Tensor, b: Tensor) -> float:
+    """Spearman's rank correlation; ties share their average rank."""
+    if a.shape != b.shape or a.dim() != 1 or a.numel() < 2:
+        raise ValueError(f"spearman expects two vectors of one length >= 2, got {tuple(a.shape)} and {tuple(b.shape)}.")
+    ranks = torch.stack([_ranks(a), _ranks(b)])
+    return float(torch.corrcoef(ranks)[0, 1])
+
+
+def _ranks(values: Tensor) -> Tensor:
+    _, inverse, counts = values.detach().double().unique(return_inverse=True, return_counts=True)
+    last = counts.cumsum(0).double()
+    return (last - (counts.double() - 1) / 2)[inverse]

@@ -1,0 +1,256 @@
+"""The Gaussian-process output layer: random features, output weights and their Laplace posterior.
+
+    f(h) = phi(h)^T B (+ constant),        v(h) = a^2 phi(h)^T H^-1 phi(h)
+
+`forward` returns f and never touches the posterior: accumulation inside `forward` is silently wrong under
+distributed training, gradient checkpointing and repeated passes. `observe` adds examples, `posterior` reads.
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from afield.features import RandomFeatures
+from afield.laplace import COVARIANCES, Precision, choose_curvature, curvature_weights
+from afield.predictive import PREDICTIVES, Prediction, conformal_p_value
+
+SCALARS = ("ridge", "amplitude", "logit_scale", "noise")
+_CAPTURED: ContextVar[list[Tensor] | None] = ContextVar("captured hidden vectors", default=None)
+
+
+class GaussianProcessHead(nn.Module):
+    """h (N, in_features) -> logits (N, out_features), with a posterior variance.
+
+    num_random_features  D; the error of the kernel falls as D^-1/2
+    length_scale         l; None takes half the median distance of the first training batch's hidden vectors
+    ridge                r, the prior precision of each output weight
+    amplitude            a, the prior standard deviation of f in units of the kernel; `afield.calibrate` sets it
+    likelihood           categorical, bernoulli (one logit), gaussian, poisson (log rates)
+    covariance           "shared" by all outputs, or "per_class" (memory and time times K)
+    curvature            "likelihood" (the paper's), "unit" (the authors' code), or "auto": unit for
+                         classification with a shared covariance
+    kernel               rbf, matern32, matern52, arccos
+    normalize_input      None, "standardize", "layer", "unit"
+    projection           project wide hidden vectors to this many dimensions first
+    momentum             None sums over all examples exactly; a number makes a moving average over batches
+    constant             add a trained constant to f, outside the prior (far from the data, f tends to it)
+    mean                 a trained output layer to keep as f; there are then no output weights to train
+    generator            of the random features; None draws from torch's global state
+
+    Output weights start at the prior mean, zero, so that f tends to zero far from the data also after training.
+    """
+
+    ridge: Tensor
+    amplitude: Tensor
+    logit_scale: Tensor
+    noise: Tensor
+    reference: Tensor
+    reference_count: Tensor
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        num_random_features: int = 1024,
+        length_scale: float | None = None,
+        ridge: float = 1.0,
+        amplitude: float = 1.0,
+        likelihood: str = "categorical",
+        covariance: str = "shared",
+        curvature: str = "auto",
+        kernel: str = "rbf",
+        orthogonal: bool = True,
+        normalize_input: str | None = None,
+        projection: int | None = None,
+        momentum: float | None = None,
+        constant: bool = False,
+        mean: nn.Module | None = None,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        super().__init__()
+        if covariance not in COVARIANCES:
+            raise ValueError(f"covariance must be one of {', '.join(COVARIANCES)}, got {covariance!r}.")
+        if out_features < 1 or (likelihood == "bernoulli" and out_features != 1):
+            wanted = "exactly 1 output (a single logit)" if likelihood == "bernoulli" else "at least 1 output"
+            raise ValueError(f"A {likelihood} head expects {wanted}, got out_features={out_features}.")
+        if likelihood == "categorical" and out_features < 2:
+            raise ValueError('A categorical head expects at least 2 outputs; use likelihood="bernoulli" for one logit.')
+        for name, value in (("ridge", ridge), ("amplitude", amplitude)):
+            if not value > 0:
+                raise ValueError(f"{name} must be positive, got {value}.")
+        self.in_features, self.out_features = in_features, out_features
+        self.likelihood, self.covariance = likelihood, covariance
+        self.curvature = choose_curvature(curvature, likelihood, covariance)
+        self.random_features = RandomFeatures(
+            in_features,
+            num_random_features,
+            kernel=kernel,
+            length_scale=length_scale,
+            orthogonal=orthogonal,
+            normalize_input=normalize_input,
+            projection=projection,
+            generator=generator,
+        )
+        self.precision = Precision(
+            num_random_features, out_features if covariance == "per_class" else 1, momentum=momentum
+        )
+        self.mean = mean
+        if mean is None:
+            self.weight = nn.Parameter(torch.zeros(out_features, num_random_features))
+        if constant and mean is None:
+            self.constant = nn.Parameter(torch.zeros(out_features))
+        else:
+            self.register_parameter("constant", None)
+        for name, value in zip(SCALARS, (ridge, amplitude, 1.0, 1.0), strict=True):
+            self.register_buffer(name, torch.tensor(value, dtype=torch.float64))
+        # Sorted held-out scores, and the number of examples observed when they were taken.
+        self.register_buffer("reference", torch.zeros(0, dtype=torch.float64))
+        self.register_buffer("reference_count", torch.zeros((), dtype=torch.int64))
+
+    @property
+    def num_observed(self) -> int:
+        """Examples in the posterior."""
+        return int(self.precision.count)
+
+    def features(self, h: Tensor) -> Tensor:
+        """phi (N, D)."""
+        return self.random_features(self._checked(h))
+
+    def forward(self, h: Tensor) -> Tensor:
+        """The logits f (N, K). No side effect on the posterior, ever."""
+        if not torch.compiler.is_compiling() and (seen := _CAPTURED.get()) is not None:
+            seen.append(h)
+            return h.new_zeros(h.shape[0], self.out_features)
+        return self._mean(h, None)
+
+    @staticmethod
+    @contextlib.contextmanager
+    def capture() -> Iterator[list[Tensor]]:
+        """Collect the hidden vectors that reach a head in this thread, in place of computing the logits twice."""
+        seen: list[Tensor] = []
+        token = _CAPTURED.set(seen)
+        try:
+            yield seen
+        finally:
+            _CAPTURED.reset(token)
+
+    def observe(self, h: Tensor, logits: Tensor | None = None, *, fast: bool = False) -> None:
+        """Add examples to the posterior; `logits` are computed from h unless given."""
+        self._accumulate(h, logits, lambda phi, w: self.precision.update(phi, w, fast=fast))
+
+    def unobserve(self, h: Tensor, logits: Tensor | None = None) -> None:
+        """Remove examples that were observed, exactly: same hidden vectors, same logits."""
+        self._accumulate(h, logits, self.precision.downdate)
+
+    def reset_posterior(self) -> None:
+        """Forget all observed examples. Amplitude and logit scale stay; p-values are off until calibrated again."""
+        self.precision.reset()
+
+    def posterior(self, h: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean f (N, K) and variance a^2 phi^T H^-1 phi, (N,) shared or (N, K) per class."""
+        if not self.precision.factored:
+            self.precision.factor(float(self.ridge), float(self.noise))
+        phi = self.features(h)
+        return self._mean(h, phi), self.amplitude.square() * self.precision.variance(phi)
+
+    def predict(
+        self,
+        h: Tensor,
+        *,
+        predictive: str = "mean_field",
+        num_samples: int = 100,
+        generator: torch.Generator | None = None,
+    ) -> Prediction:
+        """The `Prediction` for hidden vectors h; its logits are s f, s the calibrated logit scale."""
+        mean, variance = self.posterior(h)
+        if self.likelihood in ("gaussian", "poisson"):
+            noise = float(self.noise) if self.likelihood == "gaussian" else None
+            prediction = Prediction(mean, variance, features=h, noise=noise, likelihood=self.likelihood)
+        else:
+            logits = self.logit_scale * mean
+            probs, members = PREDICTIVES[predictive](logits, variance, num_samples, generator)
+            prediction = Prediction(logits, variance, probs, members, h, likelihood=self.likelihood)
+        if not self.calibrated:
+            return prediction
+        p_value, finest = conformal_p_value(prediction.score(), self.reference)
+        return dataclasses.replace(prediction, p_value=p_value, finest=finest)
+
+    @property
+    def calibrated(self) -> bool:
+        """Whether p-values stand: reference scores were taken from the posterior as it is now."""
+        return self.reference.numel() > 0 and int(self.reference_count) == self.num_observed
+
+    def set_reference(self, scores: Tensor) -> None:
+        """Keep the scores of held-out in-domain examples (N,), to which p-values compare new ones."""
+        self.reference = scores.detach().double().sort().values.to(self.reference.device)
+        self.reference_count.copy_(self.precision.count)
+
+    def set_scalars(self, **values: float) -> None:
+        """Set ridge, amplitude, logit_scale or noise; the posterior is factorised again when next read."""
+        for name, value in values.items():
+            if name not in SCALARS or not value > 0:
+                raise ValueError(f"set_scalars takes positive {', '.join(SCALARS)}, got {name}={value}.")
+            getattr(self, name).fill_(value)
+        if values.keys() & {"ridge", "noise"}:
+            self.precision.stale()
+
+    def _mean(self, h: Tensor, phi: Tensor | None) -> Tensor:
+        if self.mean is not None:
+            return self.mean(self._checked(h))
+        phi = self.features(h) if phi is None else phi
+        with torch.autocast(h.device.type, enabled=False):
+            return F.linear(phi, self.weight, self.constant)
+
+    @torch.no_grad()
+    def _accumulate(self, h: Tensor, logits: Tensor | None, add: Callable[[Tensor, Tensor], None]) -> None:
+        self._checked(h)
+        finite = torch.isfinite(h).all(dim=-1)
+        if not bool(finite.all()):
+            rows = (~finite).nonzero().flatten().tolist()
+            raise ValueError(
+                f"Hidden features must be finite, got NaN or infinity in {len(rows)} of {h.shape[0]} rows "
+                f"(first: {rows[:5]}). Nothing of this batch was added; look at the inputs or the backbone."
+            )
+        phi = self.features(h)
+        logits = self._mean(h, phi) if logits is None else logits
+        if logits.shape != (h.shape[0], self.out_features):
+            raise ValueError(f"logits must have shape ({h.shape[0]}, {self.out_features}), got {tuple(logits.shape)}.")
+        weights = curvature_weights(
+            logits, likelihood=self.likelihood, covariance=self.covariance, curvature=self.curvature
+        )
+        add(phi, weights)
+
+    def _checked(self, h: Tensor) -> Tensor:
+        if h.dim() != 2 or h.shape[1] != self.in_features:
+            raise ValueError(
+                f"GaussianProcessHead expects hidden features of shape (batch, {self.in_features}), "
+                f"got {tuple(h.shape)}. Does the backbone pool and flatten its output?"
+            )
+        return h
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "GaussianProcessHead":
+        names = (*SCALARS, "reference")
+        exact = {name: getattr(self, name) for name in names}
+        super()._apply(fn, recurse)
+        for name, value in exact.items():
+            setattr(self, name, value.to(getattr(self, name).device))
+        return self
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        saved = state_dict.get(prefix + "reference")
+        if saved is not None and saved.dim() == 1:
+            self.reference = self.reference.new_zeros(saved.shape)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def extra_repr(self) -> str:
+        return (
+            f"{self.in_features}, {self.out_features}, likelihood={self.likelihood!r}, "
+            f"covariance={self.covariance!r}, curvature={self.curvature!r}, ridge={float(self.ridge):g}"
+        )

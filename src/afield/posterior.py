@@ -1,0 +1,202 @@
+"""Fit the posterior in one pass over the training data, exactly, on one process or many.
+
+The sum of a sharded pass is the sum of the shards: each rank adds up its own examples from zero, the sums are
+reduced once, the ridge enters once at factorisation. Each example must be seen exactly once, so under
+torch.distributed the pass shards a map-style data set itself: DistributedSampler pads by repeating.
+"""
+
+import warnings
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler, Subset
+
+from afield.batch import device_of, evaluating, split_batch, track
+from afield.convert import SNGP
+from afield.head import GaussianProcessHead
+from afield.laplace import NotFitted, Precision
+
+_CACHE_BYTES = 2**30  # hidden vectors kept in memory between two looks at the data
+_SCALE_ROWS = 4096  # hidden vectors whose distances set the length scale
+
+
+def fit_posterior(
+    model: SNGP, loader: Iterable[Any], *, fast: bool = False, sharded: bool | None = None, progress: bool | None = None
+) -> int:
+    """Fit the posterior precision by one pass without gradients, in evaluation mode; returns the examples it saw.
+
+    loader    batches of training data, without augmentation; any earlier posterior is forgotten
+    fast      form batch products in the model's dtype: quicker, and two digits poorer
+    sharded   under torch.distributed: whether each rank's loader already yields its own part, every example once.
+              None shards a map-style data set here, whatever its sampler, and refuses what it cannot shard
+    progress  show a progress bar; None shows it on a terminal
+
+    For a gaussian likelihood with targets in the batches, the noise variance is estimated from the residuals.
+    """
+    head = model.head
+    with evaluating(model):
+        head.reset_posterior()
+        examples = Hidden(model, _shard(loader, sharded), progress=progress)
+        if not head.random_features.adapted:
+            adapt(model, examples)
+        residuals = torch.zeros(2, dtype=torch.float64)
+        for h, target in examples:
+            head.observe(h, fast=fast)
+            if head.likelihood == "gaussian" and target is not None:
+                error = target.reshape(h.shape[0], -1).double() - head(h).double()
+                residuals += torch.tensor([float(error.square().sum()), float(error.numel())])
+        residuals = _reduce(head.precision, residuals)
+        if not head.num_observed:
+            raise ValueError("fit_posterior got an empty loader: there is nothing to fit the posterior to.")
+        if residuals[1]:
+            gram = head.precision.data[0]
+            head.set_scalars(noise=noise_variance(head, gram, float(residuals[0]), int(residuals[1])))
+        head.precision.factor(float(head.ridge), float(head.noise))
+    _warn_if_incomplete(loader, head.num_observed)
+    return head.num_observed
+
+
+def update(model: SNGP, loader: Iterable[Any], *, progress: bool | None = None) -> int:
+    """Add new examples to a fitted posterior, after deployment, without the old data; returns the total.
+
+    The output weights stay: only the variance learns. p-values are off until `afield.calibrate` runs again.
+    """
+    return _revise(model, loader, model.head.observe, progress)
+
+
+def downdate(model: SNGP, loader: Iterable[Any], *, progress: bool | None = None) -> int:
+    """Remove examples from a fitted posterior, exactly, as if they had never been observed; returns the total.
+
+    The model must be the one that observed them (same weights), because their features and curvature are recomputed.
+    """
+    return _revise(model, loader, model.head.unobserve, progress)
+
+
+def _revise(model: SNGP, loader: Iterable[Any], change: Any, progress: bool | None) -> int:
+    if not model.head.precision.fitted:
+        raise NotFitted("The posterior is not fitted: call afield.fit_posterior(model, train_loader) first.")
+    with evaluating(model):
+        for h, _ in Hidden(model, loader, progress=progress):
+            change(h)
+    return model.head.num_observed
+
+
+class Hidden:
+    """Hidden vectors and targets of a loader, batch by batch; iterated again, from memory if they fit."""
+
+    def __init__(self, model: SNGP, loader: Iterable[Any], *, progress: bool | None = None) -> None:
+        self.model, self.loader, self.progress = model, loader, progress
+        self.device = device_of(model)
+        self._cache: list[tuple[Tensor, Tensor | None]] | None = None
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor | None]]:
+        if self._cache is not None:
+            for h, target in self._cache:
+                yield h.to(self.device), None if target is None else target.to(self.device)
+            return
+        cache: list[tuple[Tensor, Tensor | None]] = []
+        size = 0
+        for batch in track(self.loader, "hidden features", show=self.progress):
+            args, kwargs, target = split_batch(batch, self.device)
+            h = self.model.hidden(*args, **kwargs)
+            size += h.nbytes
+            if size <= _CACHE_BYTES:
+                cache.append((h.cpu(), None if target is None else target.cpu()))
+            yield h, target
+        if size <= _CACHE_BYTES:
+            self._cache = cache
+
+
+def adapt(model: SNGP, examples: Hidden) -> None:
+    """Set the head's standardisation and length scale from all hidden vectors, the same on every rank."""
+    total, rows, kept = None, 0, []
+    for h, _ in examples:
+        moments = torch.stack(
+            [torch.ones_like(h[0]).double() * h.shape[0], h.double().sum(0), h.double().square().sum(0)]
+        )
+        total = moments if total is None else total + moments
+        # Every batch gives some rows: a loader sorted by class would otherwise show one class only.
+        kept.append(h[:: max(1, rows // _SCALE_ROWS)])
+        rows += h.shape[0]
+    if _distributed():
+        width = model.head.in_features
+        total = torch.zeros(3, width, dtype=torch.float64, device=examples.device) if total is None else total
+        dist.all_reduce(total)
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, torch.cat(kept).cpu() if kept else None)
+        kept = [k.to(total.device) for k in everyone if k is not None]
+    if total is None:
+        raise ValueError("The loader is empty: there is nothing to take the length scale from.")
+    count, first, second = total
+    mean = first / count
+    std = (second / count - mean.square()).clamp_min(0).sqrt()
+    sample = torch.cat(kept)
+    model.head.random_features.adapt(sample[:: max(1, sample.shape[0] // _SCALE_ROWS)], (mean, std))
+
+
+def noise_variance(head: GaussianProcessHead, gram: Tensor, squares: float, count: int) -> float:
+    """The noise variance s^2 = RSS / (n - effective parameters), at its fixed point (MacKay's evidence update).
+
+    Weights trained on these examples fit part of the noise: trace((G + r s^2 I)^-1 G) directions' worth of it.
+    """
+    values = torch.linalg.eigvalsh(gram).clamp_min(0)
+    rows, noise = count / head.out_features, squares / count
+    for _ in range(100):
+        used = 0.0 if head.mean is not None else float((values / (values + float(head.ridge) * noise)).sum())
+        before, noise = noise, max(squares / head.out_features / max(rows - used, 1.0), 1e-12)
+        if abs(noise / before - 1) < 1e-12:
+            break
+    return noise
+
+
+def _distributed() -> bool:
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def _reduce(precision: Precision, residuals: Tensor) -> Tensor:
+    """Sum over the ranks, once; a rank without examples adds zeros."""
+    residuals = residuals.to(precision.data.device)
+    if _distributed():
+        precision.allocate()
+        for part in (precision.data, precision.count, residuals):
+            dist.all_reduce(part)
+        precision.stale()
+    return residuals
+
+
+def _shard(loader: Iterable[Any], sharded: bool | None) -> Iterable[Any]:
+    """This rank's part of the loader: every example on exactly one rank, none twice."""
+    if sharded or not _distributed():
+        return loader
+    plain = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
+    if not plain:
+        raise ValueError(
+            "Under torch.distributed, fit_posterior shards a DataLoader over a map-style data set by itself. For other "
+            "loaders give each rank its own part, every example once, and say sharded=True."
+        )
+    assert isinstance(loader, DataLoader)
+    indices = range(dist.get_rank(), len(loader.dataset), dist.get_world_size())  # type: ignore[arg-type]
+    part = Subset(loader.dataset, indices)
+    size = int(loader.batch_size or getattr(loader.batch_sampler, "batch_size", 64))
+    return DataLoader(
+        part,
+        batch_sampler=BatchSampler(SequentialSampler(part), size, drop_last=False),
+        num_workers=loader.num_workers,
+        collate_fn=loader.collate_fn,
+        pin_memory=loader.pin_memory,
+    )
+
+
+def _warn_if_incomplete(loader: Iterable[Any], seen: int) -> None:
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        return
+    expected = len(loader.dataset)  # type: ignore[arg-type]
+    if seen != expected:
+        warnings.warn(
+            f"The posterior saw {seen} examples, the data set has {expected}. Use a loader with drop_last=False and "
+            "without a resampling sampler, so that every example counts once.",
+            stacklevel=3,
+        )

@@ -1,0 +1,80 @@
+"""Scores of a `Prediction`: how far an input lies from the training data. Higher is further.
+
+max_probability       1 - max_k p_k
+max_logit             -max_k m_k
+entropy               -sum_k p_k log p_k
+energy                -log sum_k exp(m_k)
+dempster_shafer       K / (K + sum_k exp(z_k)),   z the mean-field logits
+variance              v, averaged over the classes where there is one per class
+mutual_information    entropy of the mean of the members - mean entropy of the members
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from afield.predictive import Prediction
+from afield.registry import Registry
+
+Score = Callable[[Prediction], Tensor]
+
+
+def max_probability(prediction: Prediction) -> Tensor:
+    return 1 - _need(prediction, "probs").amax(-1)
+
+
+def max_logit(prediction: Prediction) -> Tensor:
+    return -_symmetric(prediction.logits).amax(-1)
+
+
+def entropy(prediction: Prediction) -> Tensor:
+    return _entropy(_need(prediction, "probs"))
+
+
+def energy(prediction: Prediction) -> Tensor:
+    return -torch.logsumexp(_symmetric(prediction.logits), dim=-1)
+
+
+def dempster_shafer(prediction: Prediction) -> Tensor:
+    logits = _symmetric(prediction.adjusted_logits())
+    evidence = torch.logsumexp(logits, dim=-1)
+    return torch.sigmoid(torch.tensor(float(logits.shape[-1])).log().to(evidence) - evidence)
+
+
+def variance(prediction: Prediction) -> Tensor:
+    v = _need(prediction, "variance")
+    return v if v.dim() == 1 else v.mean(-1)
+
+
+def mutual_information(prediction: Prediction) -> Tensor:
+    members = _need(prediction, "members")
+    return _entropy(members.mean(0)) - _entropy(members).mean(0)
+
+
+SCORES: Registry[Score] = Registry(
+    "score",
+    max_probability=max_probability,
+    max_logit=max_logit,
+    entropy=entropy,
+    energy=energy,
+    dempster_shafer=dempster_shafer,
+    variance=variance,
+    mutual_information=mutual_information,
+)
+
+
+def _entropy(probs: Tensor) -> Tensor:
+    return torch.special.entr(probs).sum(-1)
+
+
+def _symmetric(logits: Tensor) -> Tensor:
+    """One logit z as the two logits (-z / 2, z / 2), so that scores treat both classes alike."""
+    return logits if logits.shape[-1] > 1 else torch.cat([-logits / 2, logits / 2], dim=-1)
+
+
+def _need(prediction: Prediction, field: str) -> Tensor:
+    value = getattr(prediction, field)
+    if value is None:
+        raise ValueError(f"This score needs {field}, which the prediction lacks. Use another score or method.")
+    return value

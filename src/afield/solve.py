@@ -1,0 +1,209 @@
+"""Output weights of a frozen backbone: the maximum of the posterior, by convex optimisation.
+
+    min over B   sum_i -log p(y_i | phi_i^T B + constant) + r/2 |B|^2
+
+The paper's footnote on the final epoch: a posterior strictly conditioned on the hidden representation needs the output
+weights that are optimal for it. The problem is convex, on one cached pass over the data:
+
+    gaussian            closed form, with the noise variance at the fixed point RSS / (n - effective parameters)
+    bernoulli, poisson  Newton, one output at a time
+    categorical         L-BFGS in the coordinates C = L^T B, L L^T = r I + Phi^T Phi / 2, where the curvature lies
+                        between 0 and 1 (Boehning 1992), so that a few dozen iterations do
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from afield.batch import evaluating, track
+from afield.calibrate import check_target
+from afield.convert import SNGP
+from afield.head import GaussianProcessHead
+from afield.laplace import CURVATURES
+from afield.posterior import Hidden, adapt, noise_variance
+from afield.registry import Registry
+
+_MOST_ITERATIONS = 1000
+
+
+@dataclass(frozen=True)
+class HeadFit:
+    """How `fit_head` ended; `gradient` is the largest entry of the gradient per example, zero at the optimum."""
+
+    loss: float
+    gradient: float
+    iterations: int
+    num_examples: int
+
+
+@dataclass(frozen=True)
+class _Problem:
+    """Features (N, D or D + 1 with the constant), targets, and the penalty of each feature."""
+
+    phi: Tensor
+    target: Tensor
+    penalty: Tensor
+    start: Tensor  # (D or D + 1, K)
+    head: GaussianProcessHead
+    progress: bool | None
+
+    def gram(self, weights: Tensor | None = None) -> Tensor:
+        total = torch.diag(self.penalty)
+        rows = self.phi.shape[0]
+        w = torch.ones(rows, dtype=torch.float64, device=self.phi.device) if weights is None else weights
+        for phi, part in zip(self.phi.split(8192), w.split(8192), strict=True):
+            double = phi.double()
+            total += (double * part[:, None]).T @ double
+        return total
+
+    def forward(self, weights: Tensor) -> Tensor:
+        return torch.cat([phi.double() @ weights for phi in self.phi.split(8192)])
+
+    def loss_and_gradient(self, weights: Tensor) -> tuple[Tensor, Tensor]:
+        """The objective and its gradient, in float64."""
+        logits = self.forward(weights).requires_grad_()
+        with torch.enable_grad():
+            nll = NLLS[self.head.likelihood](logits, self.target) / float(self.head.noise)
+        (slope,) = torch.autograd.grad(nll, logits)
+        gradient = self.penalty[:, None] * weights
+        for phi, part in zip(self.phi.split(8192), slope.split(8192), strict=True):
+            gradient = gradient + phi.double().T @ part
+        return nll.detach() + 0.5 * (self.penalty[:, None] * weights.square()).sum(), gradient
+
+
+def fit_head(model: SNGP, loader: Iterable[Any], *, tolerance: float = 1e-5, progress: bool | None = None) -> HeadFit:
+    """Solve for the output weights on top of the network as it is: no gradient steps through it, minutes at most.
+
+    Use it on `afield.sngp(net, bound=None, freeze=True)` for a trained `net`, then `afield.fit_posterior`. The weights
+    start where they are, so that a second call ends at once.
+
+    loader     batches (inputs, target)
+    tolerance  the largest entry of the gradient, per example, at which to stop
+    """
+    head = model.head
+    if head.mean is not None:
+        raise ValueError("This model keeps its trained output layer (afield.attach): there are no weights to fit.")
+    with evaluating(model):
+        examples = Hidden(model, loader, progress=progress)
+        if not head.random_features.adapted:
+            adapt(model, examples)
+        phis, targets = [], []
+        for h, target in examples:
+            if target is None:
+                raise ValueError("fit_head expects batches of (inputs, target), got a batch without a target.")
+            if not bool(torch.isfinite(h).all()):
+                raise ValueError("Hidden features must be finite, got NaN or infinity: look at inputs and backbone.")
+            phis.append(head.features(h))
+            targets.append(target)
+        if not phis:
+            raise ValueError("fit_head got an empty loader: there is nothing to fit.")
+        problem = _problem(head, torch.cat(phis), check_target(torch.cat(targets), head), progress)
+        weights, iterations = SOLVERS[head.likelihood](problem, tolerance)
+        loss, gradient = problem.loss_and_gradient(weights)
+        if head.constant is not None:
+            head.constant.copy_(weights[-1])
+            weights = weights[:-1]
+        assert isinstance(head.weight, Tensor)
+        head.weight.copy_(weights.T)
+        head.reset_posterior()  # it belonged to other weights
+    count = problem.phi.shape[0]
+    return HeadFit(float(loss) / count, float(gradient.abs().amax()) / count, iterations, count)
+
+
+def _problem(head: GaussianProcessHead, phi: Tensor, target: Tensor, progress: bool | None) -> _Problem:
+    penalty = torch.full((phi.shape[1],), float(head.ridge), dtype=torch.float64, device=phi.device)
+    start = head.weight.detach().double().T
+    if head.constant is not None:
+        phi = torch.cat([phi, torch.ones_like(phi[:, :1])], dim=1)
+        penalty = torch.cat([penalty, penalty.new_zeros(1)])
+        start = torch.cat([start, head.constant.detach().double()[None]])
+    return _Problem(phi, target, penalty, start, head, progress)
+
+
+def _gaussian(problem: _Problem, tolerance: float) -> tuple[Tensor, int]:
+    head, phi, y = problem.head, problem.phi, problem.target
+    gram = problem.gram() - torch.diag(problem.penalty)
+    right = sum(p.double().T @ t for p, t in zip(phi.split(8192), y.split(8192), strict=True))
+    weights = problem.start
+    for iterations in range(1, 101):  # noqa: B007 (reported)
+        noise = float(head.noise)
+        weights = torch.linalg.solve(gram + noise * torch.diag(problem.penalty), right)
+        squares = float((y - problem.forward(weights)).square().sum())
+        head.set_scalars(
+            noise=noise_variance(head, gram[: head.weight.shape[1], : head.weight.shape[1]], squares, y.numel())
+        )
+        if abs(float(head.noise) / noise - 1) < 1e-9:
+            break
+    weights = torch.linalg.solve(gram + float(head.noise) * torch.diag(problem.penalty), right)
+    return weights, iterations
+
+
+def _newton(problem: _Problem, tolerance: float) -> tuple[Tensor, int]:
+    weights = problem.start
+    loss, gradient = problem.loss_and_gradient(weights)
+    for iterations in track(range(1, 101), "output weights", show=problem.progress):  # noqa: B007
+        if float(gradient.abs().amax()) <= tolerance * problem.phi.shape[0]:
+            break
+        curvature = CURVATURES[problem.head.likelihood](problem.forward(weights))
+        columns = [torch.linalg.solve(problem.gram(curvature[:, k]), gradient[:, k]) for k in range(weights.shape[1])]
+        step, size = torch.stack(columns, dim=1), 1.0
+        slope = float((step * gradient).sum())
+        while size > 1e-8:  # Armijo: far from the optimum a full Newton step may overshoot
+            trial = problem.loss_and_gradient(weights - size * step)
+            if bool(torch.isfinite(trial[0])) and float(trial[0]) <= float(loss) - 1e-4 * size * slope:
+                break
+            size /= 2
+        else:
+            break
+        weights, (loss, gradient) = weights - size * step, trial
+    return weights, iterations
+
+
+def _categorical(problem: _Problem, tolerance: float) -> tuple[Tensor, int]:
+    """Products in the model's dtype inside the iterations; gradients are checked in float64 from outside."""
+    dtype, count = problem.phi.dtype, problem.phi.shape[0]
+    gram = 0.5 * (problem.gram() - torch.diag(problem.penalty)) + torch.diag(problem.penalty)
+    gram.diagonal().add_(1e-9 * float(gram.diagonal().amax()))  # a constant that copies a feature
+    lower = torch.linalg.cholesky(gram)
+    inverse = torch.linalg.solve_triangular(lower, torch.eye(len(lower)).to(lower), upper=False)
+    white = torch.cat([(phi.double() @ inverse.T).to(dtype) for phi in problem.phi.split(8192)])
+    shrinkage = ((inverse * problem.penalty) @ inverse.T).to(dtype)
+    coordinates = (lower.T @ problem.start).to(dtype).requires_grad_()
+    optimizer = torch.optim.LBFGS(
+        [coordinates], max_iter=1, history_size=30, line_search_fn="strong_wolfe", tolerance_grad=0, tolerance_change=0
+    )
+
+    def objective() -> Tensor:
+        optimizer.zero_grad()
+        nll = F.cross_entropy(white @ coordinates, problem.target, reduction="sum")
+        loss = nll + 0.5 * (coordinates * (shrinkage @ coordinates)).sum()
+        loss.backward()
+        return loss
+
+    previous, stalled = float("inf"), 0
+    with torch.enable_grad():
+        for iterations in track(range(1, _MOST_ITERATIONS + 1), "output weights", show=problem.progress):  # noqa: B007
+            loss = float(optimizer.step(objective).detach())
+            assert coordinates.grad is not None
+            gradient = (lower @ coordinates.grad.double()).abs().amax()
+            stalled = stalled + 1 if previous - loss <= 4 * torch.finfo(dtype).eps * abs(loss) else 0
+            if float(gradient) <= tolerance * count or stalled == 3:  # or this precision has no more to give
+                break
+            previous = loss
+    return inverse.T @ coordinates.detach().double(), iterations
+
+
+NLLS: Registry[Callable[[Tensor, Tensor], Tensor]] = Registry(
+    "likelihood",
+    categorical=lambda f, y: F.cross_entropy(f, y, reduction="sum"),
+    bernoulli=lambda f, y: F.binary_cross_entropy_with_logits(f.squeeze(1), y.to(f), reduction="sum"),
+    gaussian=lambda f, y: 0.5 * (f - y).square().sum(),
+    poisson=lambda f, y: (f.exp() - y * f).sum(),
+)
+SOLVERS: Registry[Callable[[_Problem, float], tuple[Tensor, int]]] = Registry(
+    "likelihood", categorical=_categorical, bernoulli=_newton, gaussian=_gaussian, poisson=_newton
+)

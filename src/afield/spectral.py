@@ -1,0 +1,399 @@
+"""Spectral bounds: hidden layers that cannot stretch distances by more than c.
+
+    W_bar = W min(1, c / sigma(W))                                   paper: eq. (spec_norm)
+
+sigma is the norm of the layer's *true operator*: the matrix for Linear, the convolution itself (stride, padding,
+dilation, groups, input size) for Conv1d/2d/3d, each of the packed projections of MultiheadAttention, and
+max |scale| / sqrt(running variance + eps) for BatchNorm. The reshaped kernel of a convolution tells little: a 3x3
+box blur has norm 1, its reshaped kernel 1/3. Below the bound the weight is untouched, bit for bit.
+
+sigma follows the weight by power iteration, one step for each change of the weight in training mode and none in
+evaluation; it starts converged (Lanczos). A convolution learns its input size from the first input it sees.
+"""
+
+import copy
+import math
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._compile import _disable_dynamo  # torch.compiler.disable would import the compiler: 1.3 s
+from torch.nn.utils import parametrize
+
+Layer = TypeVar("Layer", bound=nn.Module)
+_BatchNorm = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+_Conv = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+BOUNDABLE = (nn.Linear, *_Conv, nn.MultiheadAttention, *_BatchNorm)
+_FIRST_STEPS = 24  # of Lanczos: a start within a percent of the norm; training then keeps iterating
+_MEASURE_STEPS = 128
+
+
+class Residual(nn.Module):
+    """x + branch(x): with a branch of Lipschitz constant a < 1, distances change by factors in [1 - a, 1 + a]."""
+
+    def __init__(self, branch: nn.Module) -> None:
+        super().__init__()
+        self.branch = branch
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.branch(x)
+
+
+def bound(layer: Layer, c: float = 0.95) -> Layer:
+    """Bound the operator norm of a layer's weights by c, in place; a layer bounded before gets the new c."""
+    if not c > 0:
+        raise ValueError(f"The bound c must be positive, got {c}.")
+    names = _weight_names(layer)
+    if not names:
+        kinds = ", ".join(kind.__name__ for kind in BOUNDABLE)
+        raise TypeError(f"bound expects one of {kinds} with a weight, got {type(layer).__name__}.")
+    for name in names:
+        if (existing := bound_of(layer, name)) is not None:
+            existing.c = c
+            continue
+        parametrization: _Bound
+        if isinstance(layer, _Conv):
+            parametrization = _ConvBound(layer, c)
+            layer.register_forward_pre_hook(parametrization.see_input)
+        elif isinstance(layer, _BatchNorm):
+            parametrization = _BatchNormBound(layer, c)
+        else:
+            parametrization = _MatrixBound(getattr(layer, name), c, blocks=3 if name == "in_proj_weight" else 1)
+        # unsafe: the check would call the parametrisation, and so iterate, before anything is known of the input.
+        parametrize.register_parametrization(layer, name, parametrization, unsafe=True)
+    if isinstance(layer, nn.MultiheadAttention):
+        bound(layer.out_proj, c)
+    return layer
+
+
+def bound_of(layer: nn.Module, name: str = "weight") -> "_Bound | None":
+    """The bound on a layer's weight, or None."""
+    if not parametrize.is_parametrized(layer, name):
+        return None
+    chain = cast(nn.ModuleDict, layer.parametrizations)[name]
+    return next((p for p in cast(nn.ModuleList, chain) if isinstance(p, _Bound)), None)
+
+
+def bounds_of(layer: nn.Module) -> dict[str, "_Bound"]:
+    """All bounds of one layer by the name of the weight."""
+    found = {name: bound_of(layer, name) for name in _weight_names(layer)}
+    return {name: b for name, b in found.items() if b is not None}
+
+
+def operator_norm(layer: nn.Module, input_shape: tuple[int, ...] | None = None) -> float:
+    """The norm of the layer's operator as it acts now: exact for Linear and BatchNorm, by Lanczos for convolutions.
+
+    `input_shape`: the spatial size of a convolution's input, e.g. (32, 32); a bounded layer that has seen an input
+    knows it. For MultiheadAttention, the largest of its projections.
+    """
+    if isinstance(layer, nn.Linear):
+        return float(torch.linalg.matrix_norm(layer.weight.detach().double(), 2))
+    if isinstance(layer, nn.MultiheadAttention):
+        matrices = [m for n in _weight_names(layer) for m in getattr(layer, n).detach().split(layer.embed_dim)]
+        return max(float(torch.linalg.matrix_norm(m.double(), 2)) for m in [*matrices, layer.out_proj.weight.detach()])
+    if isinstance(layer, _BatchNorm):
+        return float(_batch_norm_gains(layer).detach().abs().amax())
+    if isinstance(layer, _Conv):
+        known = bound_of(layer)
+        if input_shape is None and isinstance(known, _ConvBound):
+            input_shape = known.input_size
+        if input_shape is None:
+            raise ValueError(
+                f"The norm of a convolution depends on its input: give input_shape, the spatial size, "
+                f"e.g. {(32,) * len(layer.kernel_size)}."
+            )
+        operator = _Convolution(layer, layer.weight.detach().double(), tuple(input_shape[-len(layer.kernel_size) :]))
+        return float(_lanczos(operator.apply, operator.adjoint, operator.start(), _MEASURE_STEPS)[0])
+    raise TypeError(f"operator_norm knows Linear, Conv1d/2d/3d, MultiheadAttention, BatchNorm; got {type(layer)}.")
+
+
+def certified_norm(layer: nn.Module) -> float:
+    """An upper bound on the operator norm that holds for every input size; math.inf where none is known.
+
+    A zero-padded or circular convolution is no larger than sup over frequencies of |W_hat|. On a grid of N points a
+    side, a trigonometric polynomial of degree n exceeds its largest sample by a factor of at most 1 / cos(pi n / N)
+    (Ehlich and Zeller 1964), so a fine grid bounds the supremum. Striding only drops outputs.
+    """
+    if isinstance(layer, (nn.Linear, *_BatchNorm)):
+        return operator_norm(layer) * (1 + 1e-12)
+    if not isinstance(layer, _Conv) or layer.padding_mode not in ("zeros", "circular"):
+        return math.inf
+    weight = layer.weight.detach().double()
+    dims = tuple(range(2, weight.dim()))
+    sizes = [max(16, 12 * (k // 2)) if k > 1 else 1 for k in layer.kernel_size]
+    slack = math.prod(1 / math.cos(math.pi * (k // 2) / n) for k, n in zip(layer.kernel_size, sizes, strict=True))
+    symbol = torch.fft.fftn(weight, s=sizes, dim=dims).movedim(dims, tuple(range(len(dims)))).flatten(0, len(dims) - 1)
+    groups = symbol.unflatten(1, (layer.groups, -1)).flatten(0, 1)
+    return float(torch.linalg.matrix_norm(groups, 2).amax()) * slack
+
+
+def fold(model: Layer) -> Layer:
+    """A plain copy of the model with the bounded weights written out: it pickles, exports and trains unbounded.
+
+    The original lives on. `torch.nn.utils.parametrize.remove_parametrizations` on a copy would break it, because a
+    copy shares the class that was injected into the original; here the copy gets its own class back first.
+    """
+    plain = copy.deepcopy(model)
+    for module in plain.modules():
+        hooks = module._forward_pre_hooks
+        for key in [k for k, hook in hooks.items() if isinstance(getattr(hook, "__self__", None), _ConvBound)]:
+            del hooks[key]
+        if not parametrize.is_parametrized(module):
+            continue
+        chains = cast(nn.ModuleDict, module.parametrizations)
+        trained = {name: any(p.requires_grad for p in chain.parameters()) for name, chain in chains.items()}
+        was_training = module.training
+        module.train(False)
+        values = {name: getattr(module, name).detach().clone() for name in trained}
+        module.train(was_training)
+        module.__class__ = type(module).__mro__[1]
+        del module._modules["parametrizations"]
+        for name, value in values.items():
+            module.register_parameter(name, nn.Parameter(value, requires_grad=trained[name]))
+    return plain
+
+
+class _Bound(nn.Module):
+    """W -> W min(1, c / sigma). Subclasses say what sigma is."""
+
+    num_steps: Tensor
+    num_binding: Tensor
+
+    def __init__(self, c: float) -> None:
+        super().__init__()
+        self.c = c
+        self._seen: int | None = None  # the weight's version at the last iteration
+        self.register_buffer("num_steps", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("num_binding", torch.zeros((), dtype=torch.int64))
+
+    def sigma(self, weight: Tensor, iterate: bool) -> Tensor | None:
+        """The norm (broadcastable over the weight), differentiable in the weight; None while it is unknown."""
+        raise NotImplementedError
+
+    def forward(self, weight: Tensor) -> Tensor:
+        iterate = self.training and self._changed(weight)
+        with torch.autocast(weight.device.type, enabled=False):
+            sigma = self.sigma(weight, iterate)
+            if sigma is None:
+                return weight
+            if iterate:
+                with torch.no_grad():
+                    self.num_steps += 1
+                    self.num_binding += (sigma > self.c).any()
+            return weight * torch.clamp(self.c / sigma, max=1.0)
+
+    def _changed(self, weight: Tensor) -> bool:
+        """Whether the weight moved since the last iteration.
+
+        A second forward pass on the same weights (gradient checkpointing, accumulation, two views of a batch)
+        must see the same layer. A compiled graph has no versions: there, every pass in training mode iterates.
+        """
+        if torch.compiler.is_compiling():
+            return True
+        version = weight._version
+        changed = version != self._seen
+        self._seen = version
+        return changed
+
+    @property
+    def binding(self) -> float:
+        """The fraction of training steps at which the bound was binding; nan before the first."""
+        return float(self.num_binding) / int(self.num_steps) if int(self.num_steps) else math.nan
+
+    def extra_repr(self) -> str:
+        return f"c={self.c:g}"
+
+
+class _MatrixBound(_Bound):
+    """A matrix, or several stacked ones (packed projections), each bounded by itself."""
+
+    u: Tensor
+    v: Tensor
+
+    def __init__(self, weight: Tensor, c: float, *, blocks: int = 1) -> None:
+        super().__init__(c)
+        self.blocks = blocks
+        left, _, right = torch.linalg.svd(self._stacked(weight.detach()).double(), full_matrices=False)
+        self.register_buffer("u", left[:, :, 0].to(weight.dtype).contiguous())
+        self.register_buffer("v", right[:, 0].to(weight.dtype).contiguous())
+
+    def sigma(self, weight: Tensor, iterate: bool) -> Tensor:
+        matrices = self._stacked(weight)
+        if iterate:
+            with torch.no_grad():
+                w = matrices.detach()
+                u = F.normalize((w @ self.v[:, :, None]).squeeze(-1), dim=-1)
+                v = F.normalize((u[:, None] @ w).squeeze(1), dim=-1)
+                # Fresh tensors for autograd: the buffers move on while a graph still holds the vectors.
+                self.u.copy_(u)
+                self.v.copy_(v)
+        u, v = self.u.clone(), self.v.clone()
+        sigma = (u[:, None] @ matrices @ v[:, :, None]).flatten()
+        return sigma if self.blocks == 1 else sigma.repeat_interleave(weight.shape[0] // self.blocks)[:, None]
+
+    def _stacked(self, weight: Tensor) -> Tensor:
+        return weight.unflatten(0, (self.blocks, -1))
+
+
+class _ConvBound(_Bound):
+    """A convolution on inputs of one spatial size; vectors are an input and an output of the operator."""
+
+    u: Tensor
+    v: Tensor
+
+    def __init__(self, layer: nn.Module, c: float) -> None:
+        super().__init__(c)
+        self.settings = _Settings(layer)
+        weight = cast(Tensor, layer.weight).detach()
+        self.register_buffer("u", weight.new_zeros(0))
+        self.register_buffer("v", weight.new_zeros(0))
+
+    @property
+    def input_size(self) -> tuple[int, ...] | None:
+        return tuple(self.v.shape[2:]) if self.v.numel() else None
+
+    def see_input(self, layer: nn.Module, args: tuple[Tensor, ...]) -> None:
+        """Learn the input size from the first input, and follow it in training mode."""
+        size = tuple(args[0].shape[-self.settings.dims :])
+        if self.input_size is None or (self.training and size != self.input_size):
+            chain = cast(nn.ModuleDict, layer.parametrizations)["weight"]
+            self.start(cast(Tensor, chain.original), size)
+
+    @_disable_dynamo
+    @torch.no_grad()
+    def start(self, weight: Tensor, size: tuple[int, ...]) -> None:
+        operator = _Convolution(self.settings, weight.detach(), size)
+        _, u, v = _lanczos(operator.apply, operator.adjoint, operator.start(), _FIRST_STEPS)
+        # In place, by set_: whoever holds the buffer (DistributedDataParallel does) goes on holding it.
+        self.u.set_(u.contiguous())  # type: ignore[call-overload]
+        self.v.set_(v.contiguous())  # type: ignore[call-overload]
+
+    def sigma(self, weight: Tensor, iterate: bool) -> Tensor | None:
+        if self.input_size is None:
+            return None
+        if iterate:
+            with torch.no_grad():
+                operator = _Convolution(self.settings, weight.detach(), self.input_size)
+                u = operator.apply(self.v)
+                u = u / u.norm().clamp_min(1e-30)
+                v = operator.adjoint(u)
+                self.u.copy_(u)
+                self.v.copy_(v / v.norm().clamp_min(1e-30))
+        operator = _Convolution(self.settings, weight, self.input_size)
+        return (self.u.clone() * operator.apply(self.v.clone())).sum()
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        for name in ("u", "v"):  # empty until an input was seen
+            saved = state_dict.get(prefix + name)
+            if saved is not None:
+                getattr(self, name).set_(getattr(self, name).new_zeros(saved.shape))
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+class _BatchNormBound(_Bound):
+    """BatchNorm's scale, by the gain it has in evaluation mode."""
+
+    def __init__(self, layer: nn.Module, c: float) -> None:
+        super().__init__(c)
+        self._layer = [layer]  # in a list, so that it does not become a submodule of its own child
+
+    def sigma(self, weight: Tensor, iterate: bool) -> Tensor:
+        return _batch_norm_gains(self._layer[0], weight).abs().amax()
+
+
+class _Settings:
+    """What a convolution is, apart from its weight."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        conv = cast(nn.Conv2d, layer)
+        self.dims = len(conv.kernel_size)
+        self.in_channels, self.kernel_size = conv.in_channels, conv.kernel_size
+        self.stride, self.dilation, self.groups = conv.stride, conv.dilation, conv.groups
+        explicit = conv.padding_mode != "zeros" or isinstance(conv.padding, str)
+        self.padding: tuple[int, ...] = (0,) * self.dims if explicit else cast(tuple[int, ...], conv.padding)
+        self.pad = tuple(conv._reversed_padding_repeated_twice) if explicit else None
+        self.pad_mode = "constant" if conv.padding_mode == "zeros" else conv.padding_mode
+
+
+class _Convolution:
+    """The linear operator of a convolution on inputs (1, channels, *size), and its adjoint."""
+
+    def __init__(self, layer: nn.Module | _Settings, weight: Tensor, size: tuple[int, ...]) -> None:
+        self.s = layer if isinstance(layer, _Settings) else _Settings(layer)
+        self.weight, self.shape = weight, (1, self.s.in_channels, *size)
+
+    def start(self) -> Tensor:
+        """A fixed random input, so that all processes of a distributed run iterate on the same vectors."""
+        generator = torch.Generator().manual_seed(0)
+        return torch.randn(self.shape, generator=generator, dtype=torch.float64).to(self.weight)
+
+    def apply(self, x: Tensor) -> Tensor:
+        conv = (F.conv1d, F.conv2d, F.conv3d)[self.s.dims - 1]
+        s = self.s
+        return conv(self._padded(x), self.weight, None, s.stride, s.padding, s.dilation, s.groups)
+
+    def adjoint(self, y: Tensor) -> Tensor:
+        transposed = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)[self.s.dims - 1]
+        s = self.s
+        padded = self._padded(y.new_empty(self.shape)).shape if s.pad else self.shape
+        # What the stride left over at the far end, so that the adjoint has exactly the input's size.
+        extra = [
+            n - ((m - 1) * st - 2 * p + di * (k - 1) + 1)
+            for n, m, st, p, di, k in zip(
+                padded[2:], y.shape[2:], s.stride, s.padding, s.dilation, s.kernel_size, strict=True
+            )
+        ]
+        x = transposed(y, self.weight, None, s.stride, s.padding, extra, s.groups, s.dilation)
+        return torch.func.vjp(self._padded, y.new_zeros(self.shape))[1](x)[0] if s.pad else x
+
+    def _padded(self, x: Tensor) -> Tensor:
+        return F.pad(x, self.s.pad, mode=self.s.pad_mode) if self.s.pad else x
+
+
+def _lanczos(
+    apply: Callable[[Tensor], Tensor], adjoint: Callable[[Tensor], Tensor], start: Tensor, steps: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Largest singular value and its vectors (sigma, u, v), by Lanczos on A^T A; sigma is never too large."""
+    basis = [start / start.norm()]
+    alphas: list[float] = []
+    betas: list[float] = []
+    for _ in range(min(steps, start.numel())):
+        w = adjoint(apply(basis[-1]))
+        alphas.append(float((w * basis[-1]).sum()))
+        for _ in range(2):
+            stacked = torch.stack(basis).flatten(1)
+            w = w - (stacked.T @ (stacked @ w.flatten())).view_as(w)
+        beta = float(w.norm())
+        if beta <= 1e-7 * max(alphas[0], 1e-30):
+            break
+        betas.append(beta)
+        basis.append(w / beta)
+    off = torch.tensor(betas[: len(alphas) - 1], dtype=torch.float64)
+    tridiagonal = torch.diag(torch.tensor(alphas, dtype=torch.float64)) + off.diag(1) + off.diag(-1)
+    top = torch.linalg.eigh(tridiagonal).eigenvectors[:, -1]
+    v = sum(float(c) * b for c, b in zip(top, basis, strict=False))
+    assert isinstance(v, Tensor)
+    v = v / v.norm()
+    u = apply(v)
+    sigma = u.norm()
+    return sigma, u / sigma.clamp_min(1e-30), v
+
+
+def _batch_norm_gains(layer: nn.Module, weight: Tensor | None = None) -> Tensor:
+    norm = cast(nn.BatchNorm2d, layer)
+    weight = norm.weight if weight is None else weight
+    if norm.running_var is None:
+        raise ValueError("A BatchNorm without running statistics has no fixed operator: use track_running_stats=True.")
+    gain = torch.rsqrt(norm.running_var.detach() + norm.eps)
+    return gain if weight is None else weight * gain
+
+
+def _weight_names(layer: nn.Module) -> tuple[str, ...]:
+    if isinstance(layer, nn.MultiheadAttention):
+        packed = layer._qkv_same_embed_dim
+        return ("in_proj_weight",) if packed else ("q_proj_weight", "k_proj_weight", "v_proj_weight")
+    if isinstance(layer, (nn.Linear, *_Conv)):
+        return ("weight",)
+    return ("weight",) if isinstance(layer, _BatchNorm) and layer.affine and layer.track_running_stats else ()

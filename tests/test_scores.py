@@ -1,0 +1,199 @@
+"""Scores: pure functions of a Prediction, higher is further from the training data."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import special, stats
+
+from afield.predictive import Prediction, mean_field, monte_carlo
+from afield.scores import SCORES
+
+few = settings(deadline=None, max_examples=25)
+seeds = st.integers(0, 10**6)
+OF_THE_VARIANCE = {"max_probability", "entropy", "dempster_shafer", "variance", "mutual_information"}
+
+
+def normal(*shape: int, number: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(number), dtype=torch.float64)
+
+
+def prediction(logits: torch.Tensor, variance: torch.Tensor, number: int = 0) -> Prediction:
+    members = monte_carlo(logits, variance, 500, torch.Generator().manual_seed(number))
+    return Prediction(logits, variance, mean_field(logits, variance), members)
+
+
+def example(number: int = 0, n: int = 20, k: int = 4) -> Prediction:
+    return prediction(2 * normal(n, k, number=number), normal(n, number=number + 1).square())
+
+
+# Independent one-liners -----------------------------------------------------------------------------------------
+
+
+def dempster_shafer(p: Prediction) -> np.ndarray:
+    k = p.logits.shape[1]
+    z = p.logits.numpy() / np.sqrt(1 + np.pi / 8 * p.variance.numpy())[:, None]
+    return k / (k + np.exp(z).sum(1))
+
+
+FORMULAS = {
+    "max_probability": lambda p: 1 - p.probs.numpy().max(1),
+    "max_logit": lambda p: -p.logits.numpy().max(1),
+    "entropy": lambda p: stats.entropy(p.probs.numpy(), axis=1),
+    "energy": lambda p: -np.log(np.exp(p.logits.numpy()).sum(1)),
+    "dempster_shafer": dempster_shafer,
+    "variance": lambda p: p.variance.numpy(),
+    "mutual_information": lambda p: np.mean(
+        [special.rel_entr(m, p.members.numpy().mean(0)).sum(1) for m in p.members.numpy()], axis=0
+    ),
+}
+
+
+def test_every_score_has_its_formula():
+    assert set(FORMULAS) == set(SCORES)
+
+
+@pytest.mark.parametrize("name", SCORES)
+@settings(deadline=None, max_examples=10)
+@given(number=seeds)
+def test_score_is_its_formula(name, number):
+    p = example(number)
+    np.testing.assert_allclose(SCORES[name](p).numpy(), FORMULAS[name](p), rtol=1e-9, atol=1e-12)
+
+
+# What every score does ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", SCORES)
+def test_one_score_an_example(name):
+    p = example()
+    whole = SCORES[name](p)
+    assert whole.shape == (20,)
+    assert bool(torch.isfinite(whole).all())
+    torch.testing.assert_close(torch.cat([SCORES[name](p[:7]), SCORES[name](p[7:])]), whole)
+
+
+@pytest.mark.parametrize("name", SCORES)
+def test_the_order_of_the_classes_does_not_matter(name):
+    p = example()
+    order = torch.tensor([2, 0, 3, 1])
+    shuffled = Prediction(p.logits[:, order], p.variance, p.probs[:, order], p.members[..., order])
+    torch.testing.assert_close(SCORES[name](shuffled), SCORES[name](p))
+
+
+@pytest.mark.parametrize("name", SCORES)
+def test_one_logit_scores_as_two_opposite_ones_and_both_signs_alike(name):
+    z, v = 2 * normal(20, 1), normal(20, number=1).square()
+    scores = []
+    for sign in (1, -1):
+        one = prediction(sign * z, v)
+        two = Prediction(torch.cat([-sign * z / 2, sign * z / 2], 1), v, one.probs, one.members)
+        scores.append(SCORES[name](one))
+        torch.testing.assert_close(SCORES[name](two), scores[-1])
+    atol = 0.05 if name == "mutual_information" else 1e-12  # of samples
+    torch.testing.assert_close(scores[0], scores[1], rtol=0, atol=atol)
+
+
+@pytest.mark.parametrize("name", sorted(OF_THE_VARIANCE))
+def test_more_variance_is_further(name):
+    """For centred logits: Dempster-Shafer also reads the common level of the logits, which a softmax does not."""
+    logits, v = 2 * normal(20, 4), 0.5 + normal(20, number=1).square()
+    logits = logits - logits.mean(1, keepdim=True)
+    near, far = (SCORES[name](prediction(logits, s * v)) for s in (1, 8))
+    assert bool((far > near).all())
+
+
+@pytest.mark.parametrize("name", sorted(set(SCORES) - OF_THE_VARIANCE))
+def test_scores_of_the_mean_do_not_see_the_variance(name):
+    logits, v = 2 * normal(20, 4), 0.5 + normal(20, number=1).square()
+    near, far = (SCORES[name](prediction(logits, s * v)) for s in (1, 8))
+    assert torch.equal(near, far)
+
+
+@pytest.mark.parametrize("name", ["max_probability", "max_logit", "entropy", "energy", "dempster_shafer"])
+def test_a_larger_top_logit_is_nearer(name):
+    logits = normal(20, 4)
+    zero = torch.zeros(20).double()
+    far = prediction(logits, zero)
+    near = prediction(logits + 2 * F.one_hot(logits.argmax(1), 4), zero)
+    assert bool((SCORES[name](near) < SCORES[name](far)).all())
+
+
+# Range ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("max_probability", 3 / 4), ("entropy", math.log(4)), ("dempster_shafer", 1 / 2), ("energy", -math.log(4))],
+)
+def test_knowing_nothing(name, value):
+    p = prediction(torch.zeros(3, 4).double(), torch.ones(3).double())
+    torch.testing.assert_close(SCORES[name](p), torch.full((3,), value).double())
+
+
+@pytest.mark.parametrize("name", ["max_probability", "max_logit", "entropy", "energy", "dempster_shafer"])
+@pytest.mark.parametrize("size", [1e4, -1e4])
+def test_extreme_logits_stay_finite(name, size):
+    logits = size * torch.eye(4)
+    p = Prediction(logits, torch.zeros(4), F.softmax(logits, -1))
+    assert bool(torch.isfinite(SCORES[name](p)).all())
+
+
+def test_dempster_shafer_tells_confident_examples_apart_in_float32():
+    """1 - max p is zero for all of them."""
+    logits = torch.tensor([[20.0, 0.0], [40.0, 0.0], [80.0, 0.0]])
+    scores = SCORES["dempster_shafer"](Prediction(logits, torch.zeros(3), F.softmax(logits, -1)))
+    assert bool((scores.diff() < 0).all())
+    assert bool((scores > 0).all())
+
+
+@few
+@given(number=seeds, k=st.integers(2, 6))
+def test_mutual_information_lies_between_zero_and_the_entropy(number, k):
+    p = example(number, k=k)
+    p = Prediction(p.logits, probs=p.members.mean(0), members=p.members)
+    information = SCORES["mutual_information"](p)
+    assert bool((information >= -1e-12).all())
+    assert bool((information <= SCORES["entropy"](p)).all())
+
+
+def test_mutual_information_of_members_that_agree_is_zero_and_of_certain_rivals_is_log_two():
+    same = F.softmax(normal(1, 20, 3), -1).expand(5, -1, -1)
+    torch.testing.assert_close(
+        SCORES["mutual_information"](Prediction(normal(20, 3), members=same)), torch.zeros(20).double()
+    )
+    rivals = torch.eye(2).double()[:, None]
+    assert float(SCORES["mutual_information"](Prediction(normal(1, 2), members=rivals))) == pytest.approx(math.log(2))
+
+
+def test_a_variance_per_class_is_averaged():
+    v = normal(20, 4).square()
+    torch.testing.assert_close(SCORES["variance"](Prediction(normal(20, 4), v)), v.mean(1))
+
+
+def test_certain_probabilities_have_zero_entropy():
+    p = Prediction(normal(2, 2), probs=torch.eye(2))
+    assert torch.equal(SCORES["entropy"](p), torch.zeros(2))
+
+
+# Missing fields -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "field"),
+    [("max_probability", "probs"), ("entropy", "probs"), ("variance", "variance"), ("mutual_information", "members")],
+)
+def test_a_missing_field_is_named(name, field):
+    with pytest.raises(ValueError, match=f"This score needs {field}, which the prediction lacks. Use another score"):
+        SCORES[name](Prediction(normal(5, 2)))
+
+
+@pytest.mark.parametrize("name", ["max_logit", "energy", "dempster_shafer"])
+def test_scores_of_the_logits_need_nothing_else(name):
+    """So they also serve a plain network; without a variance, Dempster-Shafer reads the logits as they are."""
+    logits, none = normal(5, 3), torch.zeros(5).double()
+    torch.testing.assert_close(SCORES[name](Prediction(logits)), SCORES[name](prediction(logits, none)))
