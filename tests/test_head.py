@@ -441,6 +441,7 @@ def test_inputs_far_away_are_rejected_and_in_domain_ones_are_not():
 CHANGES = {
     "observe": lambda head: head.observe(normal(3, 4, number=7)),
     "unobserve": lambda head: head.unobserve(normal(40, 4)[:3]),
+    "merge": lambda head: head.precision.merge(fitted(n=3).precision),
     "reset and observe others": lambda head: (head.reset_posterior(), head.observe(normal(40, 4, number=7))),
     "exchange an example": lambda head: (head.observe(normal(1, 4, number=7)), head.unobserve(normal(40, 4)[:1])),
     "ridge": lambda head: head.set_scalars(ridge=0.01),

@@ -453,8 +453,17 @@ def same(a: Prediction, b: Prediction) -> bool:
 
 @pytest.mark.parametrize(
     "index",
-    [slice(1, 4), slice(None), slice(None, None, 2), slice(0, 0), [3, 0], torch.tensor([5, 5, 1]), torch.arange(6) > 2],
-    ids=["slice", "all", "every other", "none", "list", "tensor", "mask"],
+    [
+        slice(1, 4),
+        slice(None),
+        slice(None, None, 2),
+        slice(0, 0),
+        [3, 0],
+        torch.tensor([5, 5, 1]),
+        torch.arange(6) > 2,
+        np.arange(6) > 2,
+    ],
+    ids=["slice", "all", "every other", "none", "list", "tensor", "mask", "numpy mask"],
 )
 def test_indexing_selects_examples_in_every_field(index):
     whole = classes()
@@ -467,7 +476,7 @@ def test_indexing_selects_examples_in_every_field(index):
 
 
 @pytest.mark.parametrize("i", [0, 2, 5, -1, -6])
-@pytest.mark.parametrize("kind", [int, np.int64], ids=["int", "numpy"])
+@pytest.mark.parametrize("kind", [int, np.int64, torch.tensor], ids=["int", "numpy", "torch"])
 def test_an_integer_keeps_the_batch_dimension(i, kind):
     whole = classes()
     assert same(whole[kind(i)], whole[[i]])

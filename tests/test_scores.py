@@ -37,6 +37,7 @@ def example(number: int = 0, n: int = 20, k: int = 4) -> Prediction:
 def dempster_shafer(p: Prediction) -> np.ndarray:
     k = p.logits.shape[1]
     z = p.logits.numpy() / np.sqrt(1 + np.pi / 8 * p.variance.numpy())[:, None]
+    z = z - z.mean(1, keepdims=True)
     return k / (k + np.exp(z).sum(1))
 
 
@@ -197,3 +198,9 @@ def test_scores_of_the_logits_need_nothing_else(name):
     """So they also serve a plain network; without a variance, Dempster-Shafer reads the logits as they are."""
     logits, none = normal(5, 3), torch.zeros(5).double()
     torch.testing.assert_close(SCORES[name](Prediction(logits)), SCORES[name](prediction(logits, none)))
+
+
+def test_dempster_shafer_ignores_the_common_level_of_the_logits_which_softmax_leaves_free():
+    p = example()
+    shifted = prediction(p.logits - 10, p.variance)
+    torch.testing.assert_close(shifted.score("dempster_shafer"), p.score("dempster_shafer"), rtol=1e-9, atol=0)

@@ -34,11 +34,22 @@ STANDARD_ERRORS = 2.0
 _FEWEST = 20
 # a^2 pi/8 times the median variance, for classes: beyond 10 the shrinkage has its limiting shape, where a larger
 # amplitude with a larger scale gives the same probabilities.
-_RELATIVE_GRID = np.concatenate([[1e-12], np.logspace(-3, 1, 33)])
+_RELATIVE_GRID = np.logspace(-1, 1, 25)
 _ABSOLUTE_GRID = np.logspace(-4, 4, 33)
 
-Loss = Callable[[float, float], Tensor]
-"""(nuisance parameter, a^2) -> log loss (N,)."""
+
+@dataclass(frozen=True)
+class Objective:
+    """What is minimised over the nuisance parameter t for each a^2 of the grid."""
+
+    loss: Callable[[float, float], Tensor]  # (t, a^2) -> log loss (N,)
+    grid: np.ndarray  # of a^2
+    start: float  # of t
+    prior: Callable[[float, float], float] = lambda t, a2: 0.0  # -log prior of t, worth one observation or so
+
+    def total(self, t: float, a2: float) -> float:
+        losses = self.loss(t, a2)
+        return float(losses.mean()) + self.prior(t, a2) / losses.shape[0]
 
 
 @dataclass(frozen=True)
@@ -89,9 +100,9 @@ def calibrate(
         order = torch.randperm(hidden.shape[0], generator=torch.Generator().manual_seed(seed)).to(hidden.device)
         cut = min(hidden.shape[0] - 1, max(1, round(fit_fraction * hidden.shape[0])))
         fit, rest = order[:cut], order[cut:]
-        loss, grid, start = LOSSES[head.likelihood](head, hidden[fit], target[fit])
-        before = float(loss(start, float(head.amplitude) ** 2).mean())
-        nuisance, amplitude, after = _choose(loss, grid, start, largest=head.likelihood in ("categorical", "bernoulli"))
+        objective = OBJECTIVES[head.likelihood](head, hidden[fit], target[fit])
+        before = float(objective.loss(objective.start, float(head.amplitude) ** 2).mean())
+        nuisance, amplitude, after = _choose(objective, largest=head.likelihood in ("categorical", "bernoulli"))
         scalars = {"amplitude": amplitude}
         if head.likelihood == "gaussian":
             scalars["noise"] = nuisance
@@ -130,10 +141,11 @@ def check_target(target: Tensor, head: GaussianProcessHead) -> Tensor:
     return whole
 
 
-def _choose(loss: Loss, grid: np.ndarray, start: float, *, largest: bool) -> tuple[float, float, float]:
+def _choose(objective: Objective, *, largest: bool) -> tuple[float, float, float]:
     """The nuisance parameter, the amplitude and the mean loss that the module docstring's rule picks."""
-    nuisance = [_minimize(loss, a2, start) for a2 in grid]
-    losses = torch.stack([loss(t, a2) for t, a2 in zip(nuisance, grid, strict=True)]).cpu()
+    grid = objective.grid
+    nuisance = [_minimize(objective, a2) for a2 in grid]
+    losses = torch.stack([objective.loss(t, a2) for t, a2 in zip(nuisance, grid, strict=True)]).cpu()
     mean = losses.mean(1)
     best = int(mean.argmin())
     difference = losses - losses[best]
@@ -143,14 +155,14 @@ def _choose(loss: Loss, grid: np.ndarray, start: float, *, largest: bool) -> tup
     return nuisance[pick], math.sqrt(grid[pick]), float(mean[pick])
 
 
-def _minimize(loss: Loss, a2: float, start: float, *, decades: float = 3.0, steps: int = 32) -> float:
-    """The nuisance parameter within 1000-fold of `start` with the smallest mean loss, by golden section."""
+def _minimize(objective: Objective, a2: float, *, decades: float = 3.0, steps: int = 32) -> float:
+    """The nuisance parameter within 1000-fold of the start that minimises the objective, by golden section."""
 
-    def fn(parameter: float) -> float:
-        return float(loss(parameter, a2).mean())
+    def fn(t: float) -> float:
+        return objective.total(t, a2)
 
-    golden = (math.sqrt(5) - 1) / 2
-    low, high = math.log(start) - decades * math.log(10), math.log(start) + decades * math.log(10)
+    golden, center, reach = (math.sqrt(5) - 1) / 2, math.log(objective.start), decades * math.log(10)
+    low, high = center - reach, center + reach
     left, right = high - golden * (high - low), low + golden * (high - low)
     at_left, at_right = fn(math.exp(left)), fn(math.exp(right))
     for _ in range(steps):
@@ -172,7 +184,9 @@ def _unit_posterior(head: GaussianProcessHead, hidden: Tensor) -> tuple[Tensor, 
     return mean, torch.cat([v for _, v in parts]).double() / head.amplitude**2
 
 
-def _class_loss(head: GaussianProcessHead, hidden: Tensor, target: Tensor) -> tuple[Loss, np.ndarray, float]:
+def _classes(head: GaussianProcessHead, hidden: Tensor, target: Tensor) -> Objective:
+    """A log-normal prior on s / sqrt(1 + pi/8 a^2 v), v at its median, keeps s finite where no held-out example is
+    misclassified and the likelihood would have it grow without end."""
     mean, variance = _unit_posterior(head, hidden)
     if head.likelihood == "bernoulli":
         signed = torch.where(target == 1, 1.0, -1.0).to(mean)[:, None]
@@ -185,10 +199,15 @@ def _class_loss(head: GaussianProcessHead, hidden: Tensor, target: Tensor) -> tu
         def loss(s: float, a2: float) -> Tensor:
             return F.cross_entropy(shrink(s * mean, a2 * variance), target, reduction="none")
 
-    return loss, _RELATIVE_GRID / (MEAN_FIELD_FACTOR * float(variance.median())), float(head.logit_scale)
+    middle = MEAN_FIELD_FACTOR * float(variance.median())
+
+    def prior(s: float, a2: float) -> float:
+        return 0.5 * math.log(s / math.sqrt(1 + a2 * middle)) ** 2
+
+    return Objective(loss, _RELATIVE_GRID / middle, 1.0, prior)
 
 
-def _gaussian_loss(head: GaussianProcessHead, hidden: Tensor, target: Tensor) -> tuple[Loss, np.ndarray, float]:
+def _gaussian(head: GaussianProcessHead, hidden: Tensor, target: Tensor) -> Objective:
     """The noise also enters the precision r I + G / noise: the eigenvectors of G give the variance for every noise."""
     values, vectors = torch.linalg.eigh(head.precision.data[0])
     parts = [(head(h).double(), (head.features(h).double() @ vectors).square()) for h in hidden.split(4096)]
@@ -200,10 +219,10 @@ def _gaussian_loss(head: GaussianProcessHead, hidden: Tensor, target: Tensor) ->
         total = (a2 * variance + noise)[:, None]
         return 0.5 * (torch.log(2 * math.pi * total) + error / total).sum(1)
 
-    return loss, _ABSOLUTE_GRID, max(float(error.mean()), 1e-12)
+    return Objective(loss, _ABSOLUTE_GRID, max(float(error.mean()), 1e-12))
 
 
-def _poisson_loss(head: GaussianProcessHead, hidden: Tensor, target: Tensor) -> tuple[Loss, np.ndarray, float]:
+def _poisson(head: GaussianProcessHead, hidden: Tensor, target: Tensor) -> Objective:
     mean, variance = _unit_posterior(head, hidden)
     deviation = variance.reshape(mean.shape[0], -1).sqrt().expand_as(mean)
     nodes, weights = (torch.from_numpy(a).to(mean) for a in np.polynomial.hermite_e.hermegauss(32))
@@ -213,11 +232,11 @@ def _poisson_loss(head: GaussianProcessHead, hidden: Tensor, target: Tensor) -> 
         log_p = target[..., None] * log_rate - log_rate.exp() - torch.lgamma(target[..., None] + 1)
         return -torch.logsumexp(log_p + (weights / weights.sum()).log(), dim=-1).sum(1)
 
-    return loss, _ABSOLUTE_GRID, 1.0
+    return Objective(loss, _ABSOLUTE_GRID, 1.0)
 
 
-LOSSES: Registry[Callable[[GaussianProcessHead, Tensor, Tensor], tuple[Loss, np.ndarray, float]]] = Registry(
-    "likelihood", categorical=_class_loss, bernoulli=_class_loss, gaussian=_gaussian_loss, poisson=_poisson_loss
+OBJECTIVES: Registry[Callable[[GaussianProcessHead, Tensor, Tensor], Objective]] = Registry(
+    "likelihood", categorical=_classes, bernoulli=_classes, gaussian=_gaussian, poisson=_poisson
 )
 
 

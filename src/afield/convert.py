@@ -148,7 +148,7 @@ def sngp(
     net, output, old = _copied(net, output)
     out_features = head.pop("out_features", old.out_features)
     new = GaussianProcessHead(old.in_features, out_features, **head)
-    reasons = _bound_layers(net, bound, skip=output)
+    reasons = bound_layers(net, bound, skip=output)
     if freeze:
         net.requires_grad_(False)
     net = _replaced(net, output, new.to(old.weight))
@@ -210,7 +210,7 @@ def _replaced(net: nn.Module, name: str, new: nn.Module) -> nn.Module:
     return net
 
 
-def _bound_layers(net: nn.Module, rules: BoundRules, skip: str) -> dict[str, str]:
+def bound_layers(net: nn.Module, rules: BoundRules, skip: str) -> dict[str, str]:
     """Bound what the rules say; for every other layer, the reason why not."""
     reasons: dict[str, str] = {}
     unused = set(rules) if isinstance(rules, Mapping) else set()

@@ -30,9 +30,11 @@ from torch._compile import _disable_dynamo  # torch.compiler.disable would impor
 
 from afield.registry import Registry
 
-# Half the median distance trained at every learning rate tried, with and without a spectral bound (facts.md);
-# a fixed number collapses for many of them, because it knows nothing of the size of the hidden vectors.
-LENGTH_SCALE_FRACTION = 0.35
+# The length scale as a fraction of the median distance between hidden vectors; docs/defaults.md has the evidence.
+# A network in training spreads its hidden vectors after the first batch, a frozen one does not. A fixed number
+# collapses for many learning rates, because it knows nothing of the size of the hidden vectors.
+FIRST_BATCH_FRACTION = 1.0
+FROZEN_FRACTION = 0.35
 _MOST_PAIRED_ROWS = 1024
 
 
@@ -95,9 +97,9 @@ def median_distance(h: Tensor) -> float:
 class RandomFeatures(nn.Module):
     """The frozen map h (N, in_features) -> phi (N, num_random_features).
 
-    `length_scale=None` takes half the median distance between the hidden vectors of the first batch seen in
-    training mode, the same on every rank; `adapt(h)` sets it from given vectors. Until then, evaluation uses
-    the batch at hand and stores nothing.
+    `length_scale=None` takes the median distance between the hidden vectors of the first batch seen in training mode,
+    the same on every rank; `adapt(h)` takes 0.35 of it from the vectors of a network that is trained already. Until
+    then, evaluation uses the batch at hand and stores nothing.
 
     `normalize_input`: None; "standardize" by the training moments that `adapt` takes; "layer" normalisation
     (the paper's appendix; it loses the radius, hence distance); "unit" norm.
@@ -170,38 +172,51 @@ class RandomFeatures(nn.Module):
         return self._adapted
 
     def adapt(self, h: Tensor, moments: tuple[Tensor, Tensor] | None = None) -> None:
-        """Take the moments and the length scale from hidden vectors h (N, d); a fixed length scale stays.
+        """Take the moments and the length scale from the hidden vectors h (N, d) of a frozen network.
 
-        `moments`: mean and standard deviation (d,), where they are known from more data than h.
+        `moments`: mean and standard deviation (d,), where they are known from more data than h. A length scale that
+        was given as a number stays.
         """
-        for own, found in zip((self.shift, self.gain, self.length_scale), self._from_data(h, moments), strict=True):
-            own.copy_(found)
+        self._set(self._from_data(h, FROZEN_FRACTION, moments))
+
+    def _set(self, found: tuple[Tensor, Tensor, Tensor]) -> None:
+        if not all(bool(torch.isfinite(t).all()) for t in found):
+            raise ValueError("Standardisation needs finite hidden vectors, got NaN or infinity in the first batch.")
+        for own, value in zip((self.shift, self.gain, self.length_scale), found, strict=True):
+            own.copy_(value)
         self._adapted = True
 
     def forward(self, h: Tensor) -> Tensor:
         """phi (N, D). Computed in at least float32: half-precision phases would drown the cosine."""
         with torch.autocast(h.device.type, enabled=False):
-            h = h.to(self.weight.dtype)
+            dtype = self.weight.dtype
+            wide = torch.promote_types(dtype, torch.float32)
+            h = h.to(wide)
             shift, gain, length_scale = self.shift, self.gain, self.length_scale
             if not self._adapted:
                 shift, gain, length_scale = self._first_batch(h)
-            phase = F.linear(self._normalized(h, shift, gain) / length_scale, self.weight, self.phase)
-            return KERNELS[self.kernel].activation(phase) * math.sqrt(2 / self.num_random_features)
+            scaled = self._normalized(h, shift.to(wide), gain.to(wide)) / length_scale
+            phase = F.linear(scaled, self.weight.to(wide), self.phase.to(wide))
+            return (KERNELS[self.kernel].activation(phase) * math.sqrt(2 / self.num_random_features)).to(dtype)
 
     @_disable_dynamo
     def _first_batch(self, h: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         if not self.training:
-            return self._from_data(h, fallback=1.0)
-        self.adapt(h)
+            return self._from_data(h, FIRST_BATCH_FRACTION, fallback=1.0)
+        self._set(self._from_data(h, FIRST_BATCH_FRACTION))
         if dist.is_available() and dist.is_initialized():
             for own in (self.shift, self.gain, self.length_scale):
                 dist.broadcast(own, src=0)
         return self.shift, self.gain, self.length_scale
 
     def _from_data(
-        self, h: Tensor, moments: tuple[Tensor, Tensor] | None = None, fallback: float | None = None
+        self,
+        h: Tensor,
+        fraction: float,
+        moments: tuple[Tensor, Tensor] | None = None,
+        fallback: float | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        h = h.detach().to(self.weight.dtype)
+        h = h.detach().to(torch.promote_types(self.weight.dtype, torch.float32))
         shift, gain, scale = self.shift, self.gain, float(self.length_scale)
         if self.normalize_input == "standardize":
             shift, std = moments if moments is not None else (h.mean(0), h.std(0, correction=0))
@@ -209,8 +224,8 @@ class RandomFeatures(nn.Module):
             # input wakes it.
             gain = torch.where(std > 1e-6 * std.max(), 1 / std, torch.ones_like(std))
             shift, gain = shift.to(h), gain.to(h)
-        if not self._fixed:
-            scale = LENGTH_SCALE_FRACTION * median_distance(self._normalized(h, shift, gain))
+        if not self._fixed or math.isnan(scale):
+            scale = fraction * median_distance(self._normalized(h, shift, gain))
             if not math.isfinite(scale):
                 if fallback is None:
                     raise ValueError(
@@ -224,7 +239,7 @@ class RandomFeatures(nn.Module):
     def _normalized(self, h: Tensor, shift: Tensor, gain: Tensor) -> Tensor:
         if self.normalize_input is not None:
             h = NORMALIZERS[self.normalize_input](h, shift, gain)
-        return h if self.projector is None else h @ self.projector
+        return h if self.projector is None else h @ self.projector.to(h.dtype)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "RandomFeatures":
         exact = self.length_scale

@@ -8,6 +8,7 @@ distributed training, gradient checkpointing and repeated passes. `observe` adds
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any
@@ -28,7 +29,8 @@ class GaussianProcessHead(nn.Module):
     """h (N, in_features) -> logits (N, out_features), with a posterior variance.
 
     num_random_features  D; the error of the kernel falls as D^-1/2
-    length_scale         l; None takes half the median distance of the first training batch's hidden vectors
+    length_scale         l; None takes it from the data: the median distance of the first training batch's hidden
+                         vectors, or 0.35 of that of a trained network's (`fit_head`, `attach`)
     ridge                r, the prior precision of each output weight
     amplitude            a, the prior standard deviation of f in units of the kernel; `afield.calibrate` sets it
     likelihood           categorical, bernoulli (one logit), gaussian, poisson (log rates)
@@ -83,8 +85,8 @@ class GaussianProcessHead(nn.Module):
         if likelihood == "categorical" and out_features < 2:
             raise ValueError('A categorical head expects at least 2 outputs; use likelihood="bernoulli" for one logit.')
         for name, value in (("ridge", ridge), ("amplitude", amplitude)):
-            if not value > 0:
-                raise ValueError(f"{name} must be positive, got {value}.")
+            if not 0 < value < math.inf:
+                raise ValueError(f"{name} must be positive and finite, got {value}.")
         self.in_features, self.out_features = in_features, out_features
         self.likelihood, self.covariance = likelihood, covariance
         self.curvature = choose_curvature(curvature, likelihood, covariance)
@@ -104,7 +106,9 @@ class GaussianProcessHead(nn.Module):
         self.mean = mean
         if mean is None:
             self.weight = nn.Parameter(torch.zeros(out_features, num_random_features))
-        if constant and mean is None:
+        if constant and mean is not None:
+            raise ValueError("constant=True adds to the output weights, which a kept output layer (mean=...) replaces.")
+        if constant:
             self.constant = nn.Parameter(torch.zeros(out_features))
         else:
             self.register_parameter("constant", None)
@@ -152,6 +156,10 @@ class GaussianProcessHead(nn.Module):
     def reset_posterior(self) -> None:
         """Forget all observed examples. Amplitude and logit scale stay; p-values are off until calibrated again."""
         self.precision.reset()
+        self._uncalibrate()
+
+    def _uncalibrate(self) -> None:
+        self.reference = self.reference[:0].clone()
 
     def posterior(self, h: Tensor) -> tuple[Tensor, Tensor]:
         """Mean f (N, K) and variance a^2 phi^T H^-1 phi, (N,) shared or (N, K) per class."""
@@ -169,6 +177,7 @@ class GaussianProcessHead(nn.Module):
         generator: torch.Generator | None = None,
     ) -> Prediction:
         """The `Prediction` for hidden vectors h; its logits are s f, s the calibrated logit scale."""
+        PREDICTIVES[predictive]
         mean, variance = self.posterior(h)
         if self.likelihood in ("gaussian", "poisson"):
             noise = float(self.noise) if self.likelihood == "gaussian" else None
@@ -195,9 +204,11 @@ class GaussianProcessHead(nn.Module):
     def set_scalars(self, **values: float) -> None:
         """Set ridge, amplitude, logit_scale or noise; the posterior is factorised again when next read."""
         for name, value in values.items():
-            if name not in SCALARS or not value > 0:
+            if name not in SCALARS or not 0 < value < math.inf:
                 raise ValueError(f"set_scalars takes positive {', '.join(SCALARS)}, got {name}={value}.")
+        for name, value in values.items():
             getattr(self, name).fill_(value)
+        self._uncalibrate()
         if values.keys() & {"ridge", "noise"}:
             self.precision.stale()
 
@@ -211,13 +222,9 @@ class GaussianProcessHead(nn.Module):
     @torch.no_grad()
     def _accumulate(self, h: Tensor, logits: Tensor | None, add: Callable[[Tensor, Tensor], None]) -> None:
         self._checked(h)
-        finite = torch.isfinite(h).all(dim=-1)
-        if not bool(finite.all()):
-            rows = (~finite).nonzero().flatten().tolist()
-            raise ValueError(
-                f"Hidden features must be finite, got NaN or infinity in {len(rows)} of {h.shape[0]} rows "
-                f"(first: {rows[:5]}). Nothing of this batch was added; look at the inputs or the backbone."
-            )
+        self._finite(h)
+        if not self.random_features.adapted:
+            self.random_features.adapt(h)
         phi = self.features(h)
         logits = self._mean(h, phi) if logits is None else logits
         if logits.shape != (h.shape[0], self.out_features):
@@ -225,7 +232,18 @@ class GaussianProcessHead(nn.Module):
         weights = curvature_weights(
             logits, likelihood=self.likelihood, covariance=self.covariance, curvature=self.curvature
         )
+        self._finite(phi, weights)
         add(phi, weights)
+        self._uncalibrate()
+
+    def _finite(self, *tensors: Tensor) -> None:
+        finite = torch.stack([torch.isfinite(t).all(dim=-1) for t in tensors]).all(0)
+        if not bool(finite.all()):
+            rows = (~finite).nonzero().flatten().tolist()
+            raise ValueError(
+                f"Hidden features must be finite, got NaN or infinity in {len(rows)} of {len(finite)} rows "
+                f"(first: {rows[:5]}). Nothing of this batch was added; look at the inputs or the backbone."
+            )
 
     def _checked(self, h: Tensor) -> Tensor:
         if h.dim() != 2 or h.shape[1] != self.in_features:

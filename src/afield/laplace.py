@@ -78,7 +78,7 @@ class Precision(nn.Module):
     """
 
     data: Tensor  # (C, D, D) float64, or (0, D, D) before the first update
-    root: Tensor  # (C, D, D) = L^-1 in the model's dtype, or (0, D, D) when out of date
+    root: Tensor  # (C, D, D) = L^-1 in the model's dtype, at least float32; (0, D, D) when out of date
     count: Tensor  # examples in the sum
     num_updates: Tensor  # batches in the moving average
 
@@ -117,7 +117,13 @@ class Precision(nn.Module):
 
         Fast products cost two digits (worst relative error 1.5e-3 instead of 2e-5 at condition number 2e7).
         """
+        if weights.shape != (phi.shape[0], self.num_matrices):
+            raise ValueError(
+                f"weights must have shape ({phi.shape[0]}, {self.num_matrices}), got {tuple(weights.shape)}."
+            )
         self.allocate()
+        if phi.shape[0] == 0:  # an empty batch must not age a moving average
+            return
         if self.momentum is None:
             self._add(phi, weights, 1.0, fast)
         else:
@@ -154,6 +160,7 @@ class Precision(nn.Module):
             self.count += other.count.to(self.count.device)
             self.stale()
 
+    @torch.inference_mode(False)
     @torch.no_grad()
     def factor(self, ridge: float, noise: float = 1.0) -> None:
         """Factorise r I + G / noise in float64 and keep L^-1 in the model's dtype."""
@@ -180,20 +187,24 @@ class Precision(nn.Module):
         """phi^T H^-1 phi: (N,) for one matrix, (N, C) for one per class. Call `factor` first."""
         if not self.factored:
             raise NotFitted("The precision is not factorised: call factor(ridge) first.")
-        if self.num_matrices == 1:
-            return F.linear(phi, self.root[0]).square().sum(-1)
-        return torch.stack([F.linear(phi, root).square().sum(-1) for root in self.root], dim=-1)
+        with torch.autocast(phi.device.type, enabled=False):
+            phi = phi.to(self.root.dtype)
+            if self.num_matrices == 1:
+                return F.linear(phi, self.root[0]).square().sum(-1)
+            return torch.stack([F.linear(phi, root).square().sum(-1) for root in self.root], dim=-1)
 
     def allocate(self) -> None:
         """Make room for the data term, as zeros, unless it is there."""
         if not self.fitted:
-            self.data = self.data.new_zeros(self.num_matrices, self.num_features, self.num_features)
+            with torch.inference_mode(False):
+                self.data = self.data.new_zeros(self.num_matrices, self.num_features, self.num_features)
 
     def _add(self, phi: Tensor, weights: Tensor, sign: float, fast: bool) -> None:
         if not fast:
             phi, weights = phi.double(), weights.double()
         for data, w in zip(self.data, weights.unbind(-1), strict=True):
-            product = (phi * w[:, None]).T @ phi
+            with torch.autocast(phi.device.type, enabled=False):
+                product = (phi * w[:, None]).T @ phi
             data.add_(product, alpha=sign)
 
     def _refuse_moving_average(self, what: str) -> None:
@@ -201,17 +212,19 @@ class Precision(nn.Module):
             raise ValueError(f"Cannot {what} a moving average (momentum={self.momentum}); use momentum=None.")
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Precision":
-        exact = self.data
+        exact, dtype = self.data, self.root.dtype
         super()._apply(fn, recurse)
         if self.data.dtype != torch.float64:  # .half() and .float() must not cost the sum its digits
             self.data = exact.to(self.data.device)
+        if self.root.dtype != dtype:  # factorise again, at least in float32: half precision overflows at 1 / ridge
+            self.root = self.root[:0].to(torch.promote_types(self.root.dtype, torch.float32))
         return self
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         for name in ("data", "root"):  # their first dimension tells whether they are there
             saved = state_dict.get(prefix + name)
             own = getattr(self, name)
-            if saved is not None and saved.shape[1:] == own.shape[1:]:
+            if saved is not None and saved.shape[1:] == own.shape[1:] and saved.shape[0] in (0, self.num_matrices):
                 setattr(self, name, own.new_zeros(saved.shape))
         super()._load_from_state_dict(state_dict, prefix, *args)
 

@@ -111,8 +111,8 @@ def read_index(path: str | os.PathLike[str]) -> dict[str, Any]:
         raise DamagedModel(f"{file} is damaged, or not written by afield: {error!r}") from error
     if version != FORMAT:
         raise DamagedModel(
-            f"{file} has format {version}, written by afield {index.get('afield')}; this is afield {__version__}, which "
-            f"reads format {FORMAT}. Upgrade afield."
+            f"{file} has format {version}, written by afield {index.get('afield')}; this afield ({__version__}) reads "
+            f"format {FORMAT}. Upgrade afield."
         )
     if Path(index["tensors"]["file"]).name != index["tensors"]["file"]:
         raise DamagedModel(f"{file} names a tensor file outside its folder: {index['tensors']['file']!r}.")

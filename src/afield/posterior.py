@@ -180,7 +180,7 @@ def _shard(loader: Iterable[Any], sharded: bool | None) -> Iterable[Any]:
     assert isinstance(loader, DataLoader)
     indices = range(dist.get_rank(), len(loader.dataset), dist.get_world_size())  # type: ignore[arg-type]
     part = Subset(loader.dataset, indices)
-    size = int(loader.batch_size or getattr(loader.batch_sampler, "batch_size", 64))
+    size = loader.batch_size if loader.batch_size is not None else 64
     return DataLoader(
         part,
         batch_sampler=BatchSampler(SequentialSampler(part), size, drop_last=False),

@@ -54,7 +54,10 @@ class Prediction:
 
     def __getitem__(self, index: Any) -> "Prediction":
         """Select examples: an integer keeps the batch dimension."""
-        if isinstance(index, int):
+        if isinstance(index, int | np.integer) or (isinstance(index, Tensor) and index.dim() == 0):
+            index = int(index)
+            if not -len(self) <= index < len(self):
+                raise IndexError(f"index {index} out of range for {len(self)} examples")
             index = slice(index, index + 1 or None)
         return self._map(lambda t: t[index], lambda t: t[:, index])
 
@@ -63,7 +66,10 @@ class Prediction:
 
     def numpy(self) -> dict[str, np.ndarray]:
         """The tensors that are there, by name, as arrays."""
-        return {name: t.detach().cpu().numpy() for name, t in self._tensors().items()}
+        return {
+            name: (t.float() if t.dtype == torch.bfloat16 else t).detach().cpu().numpy()
+            for name, t in self._tensors().items()
+        }
 
     @staticmethod
     def cat(predictions: Sequence["Prediction"]) -> "Prediction":
@@ -73,6 +79,11 @@ class Prediction:
         parts = [p._tensors() for p in predictions]
         if any(p.keys() != parts[0].keys() for p in parts):
             raise ValueError(f"Cannot join predictions with different fields: {[sorted(p) for p in parts]}.")
+        kinds = {(p.likelihood, p.noise, p.finest) for p in predictions}
+        if len(kinds) > 1:
+            raise ValueError(
+                f"Cannot join predictions of different (likelihood, noise, finest): {sorted(map(str, kinds))}."
+            )
         joined = {n: torch.cat([p[n] for p in parts], dim=1 if n == "members" else 0) for n in parts[0]}
         return dataclasses.replace(predictions[0], **joined)  # type: ignore[arg-type]
 
@@ -195,14 +206,15 @@ def quadrature(logits: Tensor, variance: Tensor) -> Tensor:
     """
     if logits.shape[-1] != 1:
         raise ValueError(f"quadrature expects a single logit, shape (N, 1), got {tuple(logits.shape)}. Use mean_field.")
-    m, s = logits.double(), _per_output(variance, logits).double().sqrt()
+    # Both signs are integrated: 1 - p would have no digits left where p is nearly 1.
+    m = torch.cat([-logits, logits], dim=-1).double()[..., None]
+    s = _per_output(variance, logits).double().sqrt()[..., None]
     nodes, weights = (torch.from_numpy(a).to(m) for a in np.polynomial.hermite_e.hermegauss(80))
     narrow = (torch.sigmoid(m + s * nodes) * weights).sum(-1, keepdim=True) / weights.sum()
     t = torch.arange(-40, 40, 0.25, dtype=m.dtype, device=m.device)
     density = torch.sigmoid(t) * torch.sigmoid(-t) * 0.25
     wide = (torch.special.ndtr((m - t) / s.clamp_min(0.5)) * density).sum(-1, keepdim=True)
-    p = torch.where(s < 1, narrow, wide).to(logits.dtype)
-    return torch.cat([1 - p, p], dim=-1)
+    return torch.where(s < 1, narrow, wide)[..., 0].to(logits.dtype)
 
 
 def poisson_rate(logits: Tensor, variance: Tensor) -> Tensor:
@@ -223,8 +235,9 @@ def conformal_p_value(scores: Tensor, reference: Tensor) -> tuple[Tensor, float]
 def minimax(probs: Tensor, in_domain: Tensor) -> Tensor:
     """p(y | x, in-domain) P(in-domain) + (1 / K) P(not in-domain): eq. (minimax_solution).
 
-    The best answer against the worst outcome, for every Bregman score: trust the model where the input is
-    in-domain, with probability in_domain (N,), and know nothing elsewhere.
+    Trust the model where the input is in-domain, with probability in_domain (N,), and know nothing elsewhere. The
+    paper shows it optimal against the worst case outside the domain, for every Bregman score, the model's in-domain
+    answer being given.
     """
     if in_domain.shape != probs.shape[:1]:
         raise ValueError(f"in_domain must have shape ({probs.shape[0]},), got {tuple(in_domain.shape)}.")

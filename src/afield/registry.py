@@ -40,6 +40,7 @@ class Registry(MutableMapping[str, T]):
         self._entries[name] = value
 
     def __delitem__(self, name: str) -> None:
+        self[name]
         del self._entries[name]
 
     def __contains__(self, name: object) -> bool:

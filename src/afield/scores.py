@@ -4,11 +4,12 @@ max_probability       1 - max_k p_k
 max_logit             -max_k m_k
 entropy               -sum_k p_k log p_k
 energy                -log sum_k exp(m_k)
-dempster_shafer       K / (K + sum_k exp(z_k)),   z the mean-field logits
+dempster_shafer       K / (K + sum_k exp(z_k)),   z the mean-field logits, centred
 variance              v, averaged over the classes where there is one per class
 mutual_information    entropy of the mean of the members - mean entropy of the members
 """
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -38,8 +39,9 @@ def energy(prediction: Prediction) -> Tensor:
 
 def dempster_shafer(prediction: Prediction) -> Tensor:
     logits = _symmetric(prediction.adjusted_logits())
-    evidence = torch.logsumexp(logits, dim=-1)
-    return torch.sigmoid(torch.tensor(float(logits.shape[-1])).log().to(evidence) - evidence)
+    # Softmax leaves the common level of the logits free, and a network trained elsewhere may have any.
+    evidence = torch.logsumexp(logits - logits.mean(-1, keepdim=True), dim=-1)
+    return torch.sigmoid(math.log(logits.shape[-1]) - evidence)
 
 
 def variance(prediction: Prediction) -> Tensor:

@@ -31,6 +31,7 @@ class ResNetCIFAR(nn.Module):
         self.layer1 = _stage(16, 16, blocks, stride=1)
         self.layer2 = _stage(16, 32, blocks, stride=2)
         self.layer3 = _stage(32, 64, blocks, stride=2)
+        self.out_features = 64 if num_classes is None else num_classes
         self.linear = nn.Identity() if num_classes is None else nn.Linear(64, num_classes)
 
     def forward(self, x: Tensor) -> Tensor:

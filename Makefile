@@ -1,0 +1,55 @@
+# make demo | test | test-slow | check | lock : each does all set-up first, once.
+PYTHON ?= python3
+BIN := .venv/bin
+INPUTS := pyproject.toml requirements.lock
+
+ifneq ($(wildcard ../shared/data/.),)
+export AFIELD_DATA ?= $(abspath ../shared/data)
+endif
+
+.PHONY: demo test test-slow check format lock clean
+
+demo: .venv/.demo
+	$(BIN)/afield demo
+
+test: .venv/.dev
+	$(BIN)/pytest -n 2
+
+test-slow: .venv/.dev
+	$(BIN)/pytest -m slow
+
+check: .venv/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: .venv/.dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+# requirements.lock constrains every install below to exact versions; `make lock` renews it from an empty environment.
+# torch comes first and by exact version: pip then takes a CPU build where one lies on disk.
+INSTALL = $(BIN)/pip install --quiet --disable-pip-version-check
+define install
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -c 'import sys; sys.exit("afield needs Python 3.11 or later, this is " + sys.version) if sys.version_info < (3, 11) else None'
+	$(INSTALL) "$$(grep '^torch==' requirements.lock)" -c requirements.lock
+	$(INSTALL) -e ".[$(1)]" -c requirements.lock
+	touch $@
+endef
+
+.venv/.demo: $(INPUTS)
+	$(call install,cli)
+
+.venv/.dev: $(INPUTS)
+	$(call install,dev)
+
+lock:
+	rm -rf build/lock && mkdir -p build && $(PYTHON) -m venv build/lock
+	build/lock/bin/pip install --quiet torch==2.13.0
+	build/lock/bin/pip install --quiet -e ".[dev]"
+	build/lock/bin/pip freeze --exclude-editable | sed 's/^\(torch==[0-9.]*\)+cpu$$/\1/' > requirements.lock
+	rm -rf build/lock
+
+clean:
+	rm -rf .venv build demo .pytest_cache .mypy_cache .ruff_cache

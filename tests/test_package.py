@@ -1,0 +1,139 @@
+"""The package as a whole: what it exports, what it imports, and in which direction."""
+
+import ast
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import afield
+
+ROOT = Path(afield.__file__).parent
+FILES = sorted(ROOT.rglob("*.py"))
+# A module may import what stands before it, and a package its own parts. design.md, section 3.
+ORDER = (
+    "version registry features laplace predictive scores head spectral batch convert posterior calibrate solve "
+    "diagnose persist metrics backbones tasks methods engine experiment paper estimators integrations apps"
+).split()
+PUBLIC = {
+    *("sngp", "attach", "SNGP", "GaussianProcessHead", "Prediction", "bound", "fold"),
+    *("fit_head", "fit_posterior", "calibrate", "save", "load", "__version__"),
+}
+files = pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(ROOT)))
+
+
+def parse(file: Path) -> ast.Module:
+    return ast.parse(file.read_text(encoding="utf-8"))
+
+
+def part_of(file: Path) -> str:
+    """The name in ORDER that a file belongs to."""
+    return file.relative_to(ROOT).parts[0].removesuffix(".py")
+
+
+def imported(file: Path) -> Iterator[str]:
+    """The parts of afield that a file imports at its top level, by whatever spelling."""
+    package = ["afield", *file.relative_to(ROOT).parts[:-1]]
+    for node in parse(file).body:
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            module = ".".join([*base, *([node.module] if node.module else [])])
+            names = [f"{module}.{alias.name}" for alias in node.names]
+        for name in names:
+            first, *rest = name.split(".")
+            if first == "afield" and rest:
+                yield rest[0]
+
+
+def fresh(code: str) -> dict:
+    """What a script prints as JSON, in a fresh Python."""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    return json.loads(done.stdout)
+
+
+def test_import_needs_only_torch_numpy_and_safetensors() -> None:
+    """And it is quick: a module that torch loads anyway costs nothing, the compiler would cost seconds."""
+    found = fresh(
+        "import json, sys, time\n"
+        "import torch, numpy\n"
+        "before, start = set(sys.modules), time.process_time()\n"
+        "import afield\n"
+        "seconds = time.process_time() - start\n"
+        "print(json.dumps({'new': sorted(set(sys.modules) - before), 'seconds': seconds}))"
+    )
+    roots = {name.split(".")[0] for name in found["new"]} - set(sys.stdlib_module_names)
+    assert roots <= {"afield", "torch", "numpy", "safetensors"}, roots
+    assert "afield.convert" in found["new"]
+    assert not [name for name in found["new"] if name.startswith(("torch._dynamo", "torch._inductor"))]
+    assert found["seconds"] < 0.3
+
+
+def test_heavy_modules_wait_until_they_are_asked_for() -> None:
+    """Whatever torch itself brings."""
+    found = fresh("import json, sys, afield\nprint(json.dumps({'modules': sorted(sys.modules)}))")
+    heavy = {"torch._dynamo", "matplotlib", "sklearn", "rich", "tyro", "scipy", "pandas"}
+    assert not heavy & set(found["modules"])
+
+
+def test_public_names_are_pinned() -> None:
+    assert set(afield.__all__) == PUBLIC
+    assert len(afield.__all__) == len(PUBLIC)
+    assert all(getattr(afield, name) is not None for name in PUBLIC)
+
+
+def test_public_objects_teach() -> None:
+    for name in PUBLIC - {"__version__"}:
+        assert (getattr(afield, name).__doc__ or "").strip(), name
+
+
+def test_version_is_that_of_the_installed_package() -> None:
+    from importlib.metadata import version
+
+    assert afield.__version__ == version("afield")
+
+
+def test_typed() -> None:
+    assert (ROOT / "py.typed").is_file()
+
+
+@files
+def test_module_has_a_docstring(file: Path) -> None:
+    assert (ast.get_docstring(parse(file)) or "").strip(), f"{file} has no docstring"
+
+
+@files
+def test_imports_go_downwards_only(file: Path) -> None:
+    part = part_of(file)
+    if part == "__init__":
+        return
+    assert part in ORDER, f"{part} has no place in ORDER: give it one, after all that it imports"
+    allowed = ORDER[: ORDER.index(part) + (file.parent != ROOT)]
+    wrong = [name for name in imported(file) if name not in allowed]
+    assert not wrong, f"{part} imports {', '.join(wrong)}, which stand after it or are unknown"
+
+
+def test_depth_is_at_most_one_folder() -> None:
+    assert all(len(file.relative_to(ROOT).parts) <= 2 for file in FILES)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("import afield.apps.cli", ["apps"]),
+        ("from afield import convert, head", ["convert", "head"]),
+        ("from afield.tasks.toy import moons", ["tasks"]),
+        ("from . import toy", ["tasks"]),
+        ("from .toy import moons", ["tasks"]),
+        ("from ..metrics import ece", ["metrics"]),
+        ("import torch\nfrom afieldlike import x\ndef f():\n    import afield.apps", []),
+    ],
+)
+def test_the_parser_sees_every_spelling(text: str, expected: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Path, "read_text", lambda self, encoding=None: text)
+    assert list(imported(ROOT / "tasks" / "other.py")) == expected
