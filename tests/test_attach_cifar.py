@@ -21,8 +21,8 @@ from torch import Tensor
 import afield
 from afield.backbones.resnet_cifar import ResNetCIFAR
 
-pytestmark = pytest.mark.slow
-BATCH = 50  # with channels_last, about the quickest on a small CPU
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]  # minutes on two idle cores, many more on busy ones
+BATCH = 250
 SECONDS = 120
 OOD = {"svhn": "images/svhn_dev2500.npz", "cifar100": "images/cifar100_ood_dev3k.npz"}
 

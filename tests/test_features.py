@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from scipy import stats
 from sklearn.gaussian_process import kernels as sklearn_kernels
 
-from afield.features import KERNELS, FIRST_BATCH_FRACTION, FROZEN_FRACTION, NORMALIZERS, RandomFeatures, median_distance
+from afield.features import KERNELS, LENGTH_SCALE_FRACTION, NORMALIZERS, RandomFeatures, median_distance
 from afield.registry import UnknownName
 
 few = settings(deadline=None, max_examples=25)
@@ -203,7 +203,7 @@ def test_first_training_batch_sets_the_length_scale_and_later_ones_do_not():
     first = points().float()
     features(first)
     assert features.adapted
-    assert float(features.length_scale) == pytest.approx(FIRST_BATCH_FRACTION * median_distance(first), rel=1e-6)
+    assert float(features.length_scale) == pytest.approx(LENGTH_SCALE_FRACTION * median_distance(first), rel=1e-6)
     before = copy.deepcopy(features)
     features(100 * points(number=1).float())
     assert same_scales(features, before)
@@ -320,7 +320,7 @@ def test_given_moments_take_the_place_of_the_batch_moments():
     features.adapt(points(), moments=(mean, std))
     torch.testing.assert_close(features.shift, mean)
     torch.testing.assert_close(features.gain, 1 / std)
-    expected = FROZEN_FRACTION * median_distance((points() - mean) / std)
+    expected = LENGTH_SCALE_FRACTION * median_distance((points() - mean) / std)
     assert float(features.length_scale) == pytest.approx(expected, rel=1e-9)
 
 

@@ -14,10 +14,12 @@ import afield
 ROOT = Path(afield.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 # A module may import what stands before it, and a package its own parts. design.md, section 3.
-ORDER = (
-    "version registry features laplace predictive scores head spectral batch convert posterior calibrate solve "
-    "diagnose persist metrics backbones tasks methods engine experiment paper estimators integrations apps"
-).split()
+ORDER = [
+    *("version", "registry", "eager", "features", "laplace", "predictive", "scores", "head"),
+    *("spectral", "batch", "convert", "posterior", "calibrate", "solve"),
+    *("diagnose", "persist", "metrics", "backbones", "tasks", "methods"),
+    *("engine", "experiment", "paper", "estimators", "integrations", "apps"),
+]
 PUBLIC = {
     *("sngp", "attach", "SNGP", "GaussianProcessHead", "Prediction", "bound", "fold"),
     *("fit_head", "fit_posterior", "calibrate", "save", "load", "__version__"),
@@ -51,34 +53,24 @@ def imported(file: Path) -> Iterator[str]:
                 yield rest[0]
 
 
-def fresh(code: str) -> dict:
-    """What a script prints as JSON, in a fresh Python."""
+def test_import_is_light() -> None:
+    """It needs torch, numpy and safetensors only, and adds little to the time that torch takes."""
+    code = """if True:
+        import json, sys, time
+        import numpy, torch
+        before, start = set(sys.modules), time.process_time()
+        import afield
+        seconds = time.process_time() - start
+        print(json.dumps([seconds, sorted(set(sys.modules) - before), sorted(sys.modules)]))
+    """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
-    return json.loads(done.stdout)
-
-
-def test_import_needs_only_torch_numpy_and_safetensors() -> None:
-    """And it is quick: a module that torch loads anyway costs nothing, the compiler would cost seconds."""
-    found = fresh(
-        "import json, sys, time\n"
-        "import torch, numpy\n"
-        "before, start = set(sys.modules), time.process_time()\n"
-        "import afield\n"
-        "seconds = time.process_time() - start\n"
-        "print(json.dumps({'new': sorted(set(sys.modules) - before), 'seconds': seconds}))"
-    )
-    roots = {name.split(".")[0] for name in found["new"]} - set(sys.stdlib_module_names)
-    assert roots <= {"afield", "torch", "numpy", "safetensors"}, roots
-    assert "afield.convert" in found["new"]
-    assert not [name for name in found["new"] if name.startswith(("torch._dynamo", "torch._inductor"))]
-    assert found["seconds"] < 0.3
-
-
-def test_heavy_modules_wait_until_they_are_asked_for() -> None:
-    """Whatever torch itself brings."""
-    found = fresh("import json, sys, afield\nprint(json.dumps({'modules': sorted(sys.modules)}))")
-    heavy = {"torch._dynamo", "matplotlib", "sklearn", "rich", "tyro", "scipy", "pandas"}
-    assert not heavy & set(found["modules"])
+    seconds, new, everything = json.loads(done.stdout)
+    roots = {name.split(".")[0] for name in new} - set(sys.stdlib_module_names)
+    assert roots <= {"afield", "torch", "numpy", "safetensors"}
+    assert "afield.convert" in new
+    heavy = {"torch._dynamo", "torch._inductor", "matplotlib", "sklearn", "rich", "tyro", "scipy", "pandas"}
+    assert not heavy & set(everything)
+    assert seconds < 0.3
 
 
 def test_public_names_are_pinned() -> None:

@@ -117,6 +117,7 @@ LOADERS: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "lists": lambda x, y: [[a, b] for a, b in zip(x.split(16), y.split(16), strict=True)],
     "dictionaries": lambda x, y: [{"input": a, "labels": b} for a, b in zip(x.split(16), y.split(16), strict=True)],
     "dictionary and target": lambda x, y: [({"input": a}, b) for a, b in zip(x.split(16), y.split(16), strict=True)],
+    "names as targets": lambda x, y: [(part, [f"{i}.png" for i in range(len(part))]) for part in x.split(16)],
     "generator": lambda x, y: (part for part in x.split(16)),
     "DataLoader": lambda x, y: DataLoader(TensorDataset(x, y), batch_size=16),
     "shuffled DataLoader": lambda x, y: DataLoader(TensorDataset(x, y), batch_size=16, shuffle=True),

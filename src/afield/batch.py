@@ -7,7 +7,9 @@ keyword arguments (Hugging Face) whose target is under "labels" or "label".
 import contextlib
 import itertools
 import sys
+import threading
 import time
+import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
@@ -44,17 +46,30 @@ def device_of(module: nn.Module) -> torch.device | None:
     return None
 
 
+_LOCK = threading.Lock()
+_MODES: "weakref.WeakKeyDictionary[nn.Module, list[Any]]" = weakref.WeakKeyDictionary()  # [readers, modes]
+
+
 @contextlib.contextmanager
 def evaluating(module: nn.Module) -> Iterator[None]:
-    """Evaluation mode without gradients; every submodule's own mode comes back afterwards."""
-    modes = [(m, m.training) for m in module.modules()]
-    module.eval()
+    """Evaluation mode without gradients; every submodule's own mode comes back afterwards.
+
+    Threads share the module, hence its modes: the first to enter notes them, the last to leave brings them back.
+    """
+    with _LOCK:
+        entry = _MODES.setdefault(module, [0, [(m, m.training) for m in module.modules()]])
+        entry[0] += 1
+        module.eval()
     try:
         with torch.no_grad():
             yield
     finally:
-        for m, training in modes:
-            m.training = training
+        with _LOCK:
+            entry[0] -= 1
+            if not entry[0]:
+                del _MODES[module]
+                for m, training in entry[1]:
+                    m.training = training
 
 
 def track(items: Iterable[T], what: str, *, total: int | None = None, show: bool | None = None) -> Iterator[T]:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from afield.batch import device_of, evaluating, split_batch
 from afield.head import GaussianProcessHead
 from afield.predictive import Prediction
-from afield.spectral import BOUNDABLE, bound, bounds_of, operator_norm
+from afield.spectral import BOUNDABLE, bound, boundable, bounds_of, operator_norm
 
 BoundRules = float | Mapping[str | type[nn.Module], float | None] | None
 _BATCH_NORM = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
@@ -115,16 +115,20 @@ class SNGP(nn.Module):
                 yield AuditRow(name or "(net)", kind, "output: Gaussian process", math.nan, None, math.nan)
                 continue
             found = bounds_of(layer)
+            if isinstance(layer, nn.MultiheadAttention):
+                found |= {f"out_proj.{n}": b for n, b in bounds_of(layer.out_proj).items()}
             norm = math.nan
             with contextlib.suppress(TypeError, ValueError):  # no operator norm is defined, or not before an input
                 norm = operator_norm(layer)
             if not found:
-                yield AuditRow(name, kind, self._reasons.get(name, "not bounded"), norm, None, math.nan)
+                yield AuditRow(
+                    name or "(net)", kind, self._reasons.get(name, "not bounded: kept as it was"), norm, None, math.nan
+                )
                 continue
             status = "bounded" if not math.isnan(norm) else "bounded from its first input on"
             steps = sum(int(b.num_steps) for b in found.values())
             binding = sum(int(b.num_binding) for b in found.values()) / steps if steps else math.nan
-            yield AuditRow(name, kind, status, norm, next(iter(found.values())).c, binding)
+            yield AuditRow(name or "(net)", kind, status, norm, next(iter(found.values())).c, binding)
 
 
 def sngp(
@@ -143,7 +147,8 @@ def sngp(
     A converted model comes back as a copy of itself.
     """
     if isinstance(net, SNGP):
-        return _again(net, "sngp", dict(output=output, **head))
+        asked = {"bound": _bound_settings(bound), "output": output, "freeze": freeze, "head": _plain_options(head)}
+        return _again(net, "sngp", asked, {"bound": 0.95, "output": None, "freeze": False, "head": {}})
     settings = {"bound": _bound_settings(bound), "output": output, "freeze": freeze, "head": _plain_options(head)}
     net, output, old = _copied(net, output)
     out_features = head.pop("out_features", old.out_features)
@@ -163,7 +168,7 @@ def attach(net: nn.Module, *, output: str | None = None, **head: Any) -> SNGP:
     every parameter is frozen.
     """
     if isinstance(net, SNGP):
-        return _again(net, "attach", dict(output=output, **head))
+        return _again(net, "attach", {"output": output, "head": _plain_options(head)}, {"output": None, "head": {}})
     if head.get("covariance", "shared") != "shared":
         raise ValueError('attach keeps the most probable class, which needs covariance="shared".')
     settings = {"output": output, "head": _plain_options(head)}
@@ -176,12 +181,12 @@ def attach(net: nn.Module, *, output: str | None = None, **head: Any) -> SNGP:
     return SNGP(net, output, kind="attach", settings=settings, reasons={})
 
 
-def _again(model: SNGP, kind: str, options: dict[str, Any]) -> SNGP:
-    given = {k: v for k, v in options.items() if v is not None}
-    if model.kind != kind or given:
+def _again(model: SNGP, kind: str, asked: dict[str, Any], default: dict[str, Any]) -> SNGP:
+    """A copy of a converted model, unless something else is asked for than it was made with."""
+    if model.kind != kind or asked not in (default, model.settings):
         raise ValueError(
             f"This model was converted by afield.{model.kind} already; convert the original network again to change "
-            f"it{f' ({sorted(given)})' if given else ''}."
+            f"it (made with {model.settings}, asked for {asked})."
         )
     return copy.deepcopy(model)
 
@@ -205,8 +210,11 @@ def _copied(net: nn.Module, output: str | None) -> tuple[nn.Module, str, nn.Line
 def _replaced(net: nn.Module, name: str, new: nn.Module) -> nn.Module:
     if not name:
         return new
-    parent, _, child = name.rpartition(".")
-    setattr(net.get_submodule(parent), child, new)
+    old = net.get_submodule(name)
+    for parent in list(net.modules()):  # under every name that it has
+        for child, module in list(parent._modules.items()):
+            if module is old:
+                setattr(parent, child, new)
     return net
 
 
@@ -226,11 +234,10 @@ def bound_layers(net: nn.Module, rules: BoundRules, skip: str) -> dict[str, str]
             reasons[name] = (
                 "not bounded: its scale is bounded on request" if on_request else "not bounded: by the rules"
             )
+        elif not boundable(layer):
+            reasons[name] = "not bounded: it has no scale or no running statistics"
         else:
-            try:
-                bound(layer, c)
-            except TypeError:
-                reasons[name] = "not bounded: it has no scale or no running statistics"
+            bound(layer, c)
     if unused:
         names = ", ".join(repr(k) if isinstance(k, str) else k.__name__ for k in unused)
         layers = ", ".join(name for name, _ in _layers(net))
@@ -259,7 +266,11 @@ def _layers(net: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         if isinstance(module, GaussianProcessHead | nn.MultiheadAttention):
             covered.append(f"{name}." if name else "")
             yield name, module
-        elif next(module.parameters(recurse=False), None) is not None or "parametrizations" in module._modules:
+        elif (
+            isinstance(module, BOUNDABLE)  # also without parameters: a BatchNorm without a scale still has a gain
+            or next(module.parameters(recurse=False), None) is not None
+            or "parametrizations" in module._modules
+        ):
             yield name, module
 
 

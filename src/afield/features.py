@@ -26,15 +26,13 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._compile import _disable_dynamo  # torch.compiler.disable would import the compiler: 1.3 s
 
+from afield.eager import eager
 from afield.registry import Registry
 
-# The length scale as a fraction of the median distance between hidden vectors; docs/defaults.md has the evidence.
-# A network in training spreads its hidden vectors after the first batch, a frozen one does not. A fixed number
-# collapses for many learning rates, because it knows nothing of the size of the hidden vectors.
-FIRST_BATCH_FRACTION = 1.0
-FROZEN_FRACTION = 0.35
+# The length scale as a fraction of the median distance between hidden vectors; docs/defaults.md has the evidence. A
+# fixed number collapses for many learning rates, because it knows nothing of the size of the hidden vectors.
+LENGTH_SCALE_FRACTION = 0.7
 _MOST_PAIRED_ROWS = 1024
 
 
@@ -97,9 +95,9 @@ def median_distance(h: Tensor) -> float:
 class RandomFeatures(nn.Module):
     """The frozen map h (N, in_features) -> phi (N, num_random_features).
 
-    `length_scale=None` takes the median distance between the hidden vectors of the first batch seen in training mode,
-    the same on every rank; `adapt(h)` takes 0.35 of it from the vectors of a network that is trained already. Until
-    then, evaluation uses the batch at hand and stores nothing.
+    `length_scale=None` takes a `fraction` of the median distance between the hidden vectors of the first batch seen in
+    training mode, the same on every rank; `adapt(h)` sets it from given vectors. Until then, evaluation uses the batch
+    at hand and stores nothing.
 
     `normalize_input`: None; "standardize" by the training moments that `adapt` takes; "layer" normalisation
     (the paper's appendix; it loses the radius, hence distance); "unit" norm.
@@ -125,6 +123,7 @@ class RandomFeatures(nn.Module):
         orthogonal: bool = True,
         normalize_input: str | None = None,
         projection: int | None = None,
+        fraction: float = LENGTH_SCALE_FRACTION,
         generator: torch.Generator | None = None,
     ) -> None:
         super().__init__()
@@ -136,7 +135,7 @@ class RandomFeatures(nn.Module):
         if normalize_input is not None:
             NORMALIZERS[normalize_input]
         self.in_features, self.num_random_features = in_features, num_random_features
-        self.kernel, self.normalize_input = kernel, normalize_input
+        self.kernel, self.normalize_input, self.fraction = kernel, normalize_input, fraction
         projector = None
         if projection is not None:
             if not 1 <= projection <= in_features:
@@ -172,14 +171,12 @@ class RandomFeatures(nn.Module):
         return self._adapted
 
     def adapt(self, h: Tensor, moments: tuple[Tensor, Tensor] | None = None) -> None:
-        """Take the moments and the length scale from the hidden vectors h (N, d) of a frozen network.
+        """Take the moments and the length scale from the hidden vectors h (N, d).
 
         `moments`: mean and standard deviation (d,), where they are known from more data than h. A length scale that
         was given as a number stays.
         """
-        self._set(self._from_data(h, FROZEN_FRACTION, moments))
-
-    def _set(self, found: tuple[Tensor, Tensor, Tensor]) -> None:
+        found = self._from_data(h, moments)
         if not all(bool(torch.isfinite(t).all()) for t in found):
             raise ValueError("Standardisation needs finite hidden vectors, got NaN or infinity in the first batch.")
         for own, value in zip((self.shift, self.gain, self.length_scale), found, strict=True):
@@ -199,22 +196,18 @@ class RandomFeatures(nn.Module):
             phase = F.linear(scaled, self.weight.to(wide), self.phase.to(wide))
             return (KERNELS[self.kernel].activation(phase) * math.sqrt(2 / self.num_random_features)).to(dtype)
 
-    @_disable_dynamo
+    @eager
     def _first_batch(self, h: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         if not self.training:
-            return self._from_data(h, FIRST_BATCH_FRACTION, fallback=1.0)
-        self._set(self._from_data(h, FIRST_BATCH_FRACTION))
+            return self._from_data(h, fallback=1.0)
+        self.adapt(h)
         if dist.is_available() and dist.is_initialized():
             for own in (self.shift, self.gain, self.length_scale):
                 dist.broadcast(own, src=0)
         return self.shift, self.gain, self.length_scale
 
     def _from_data(
-        self,
-        h: Tensor,
-        fraction: float,
-        moments: tuple[Tensor, Tensor] | None = None,
-        fallback: float | None = None,
+        self, h: Tensor, moments: tuple[Tensor, Tensor] | None = None, fallback: float | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         h = h.detach().to(torch.promote_types(self.weight.dtype, torch.float32))
         shift, gain, scale = self.shift, self.gain, float(self.length_scale)
@@ -225,7 +218,7 @@ class RandomFeatures(nn.Module):
             gain = torch.where(std > 1e-6 * std.max(), 1 / std, torch.ones_like(std))
             shift, gain = shift.to(h), gain.to(h)
         if not self._fixed or math.isnan(scale):
-            scale = fraction * median_distance(self._normalized(h, shift, gain))
+            scale = self.fraction * median_distance(self._normalized(h, shift, gain))
             if not math.isfinite(scale):
                 if fallback is None:
                     raise ValueError(

@@ -17,11 +17,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from afield.features import RandomFeatures
+from afield.features import LENGTH_SCALE_FRACTION, RandomFeatures
 from afield.laplace import COVARIANCES, Precision, choose_curvature, curvature_weights
 from afield.predictive import PREDICTIVES, Prediction, conformal_p_value
 
 SCALARS = ("ridge", "amplitude", "logit_scale", "noise")
+KEPT_MEAN_FRACTION = 0.35  # docs/defaults.md
 _CAPTURED: ContextVar[list[Tensor] | None] = ContextVar("captured hidden vectors", default=None)
 
 
@@ -29,8 +30,9 @@ class GaussianProcessHead(nn.Module):
     """h (N, in_features) -> logits (N, out_features), with a posterior variance.
 
     num_random_features  D; the error of the kernel falls as D^-1/2
-    length_scale         l; None takes it from the data: the median distance of the first training batch's hidden
-                         vectors, or 0.35 of that of a trained network's (`fit_head`, `attach`)
+    length_scale         l; None takes 0.7 of the median distance between hidden vectors: of the first training
+                         batch, or of all data with `fit_head`. With `mean`, where the kernel has only the variance
+                         to carry, 0.35 of it
     ridge                r, the prior precision of each output weight
     amplitude            a, the prior standard deviation of f in units of the kernel; `afield.calibrate` sets it
     likelihood           categorical, bernoulli (one logit), gaussian, poisson (log rates)
@@ -98,6 +100,7 @@ class GaussianProcessHead(nn.Module):
             orthogonal=orthogonal,
             normalize_input=normalize_input,
             projection=projection,
+            fraction=LENGTH_SCALE_FRACTION if mean is None else KEPT_MEAN_FRACTION,
             generator=generator,
         )
         self.precision = Precision(

@@ -89,8 +89,12 @@ class Prediction:
 
     @property
     def labels(self) -> Tensor:
-        """The most probable class (N,)."""
-        return self._need("probs", "class labels").argmax(-1)
+        """The most probable class (N,); read off the logits where shrinkage cannot change it, but may round to ties."""
+        probs = self._need("probs", "class labels")
+        shared = self.variance is None or self.variance.dim() == 1
+        if self.members is None and shared and self.logits.shape == probs.shape:
+            return self.logits.argmax(-1)
+        return probs.argmax(-1)
 
     @property
     def confidence(self) -> Tensor:

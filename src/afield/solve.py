@@ -5,10 +5,9 @@
 The paper's footnote on the final epoch: a posterior strictly conditioned on the hidden representation needs the output
 weights that are optimal for it. The problem is convex, on one cached pass over the data:
 
-    gaussian            closed form, with the noise variance at the fixed point RSS / (n - effective parameters)
-    bernoulli, poisson  Newton, one output at a time
-    categorical         L-BFGS in the coordinates C = L^T B, L L^T = r I + Phi^T Phi / 2, where the curvature lies
-                        between 0 and 1 (Boehning 1992), so that a few dozen iterations do
+    gaussian   closed form, with the noise variance at the fixed point RSS / (n - effective parameters)
+    others     Newton with conjugate gradients, in the coordinates C = L^T B, L L^T = r I + Phi^T Phi, where the
+               curvature of a softmax or sigmoid lies between 0 and 1 and few products are needed
 """
 
 from collections.abc import Callable, Iterable
@@ -27,12 +26,12 @@ from afield.laplace import CURVATURES
 from afield.posterior import Hidden, adapt, noise_variance
 from afield.registry import Registry
 
-_MOST_ITERATIONS = 1000
+_MOST_ITERATIONS = 200
 
 
 @dataclass(frozen=True)
 class HeadFit:
-    """How `fit_head` ended; `gradient` is the largest entry of the gradient per example, zero at the optimum."""
+    """How `fit_head` ended; `gradient` is the norm of the gradient relative to that at zero weights."""
 
     loss: float
     gradient: float
@@ -60,6 +59,9 @@ class _Problem:
             total += (double * part[:, None]).T @ double
         return total
 
+    def gradient_at_zero(self) -> float:
+        return max(float(self.loss_and_gradient(torch.zeros_like(self.start))[1].norm()), 1e-300)
+
     def forward(self, weights: Tensor) -> Tensor:
         return torch.cat([phi.double() @ weights for phi in self.phi.split(8192)])
 
@@ -75,14 +77,14 @@ class _Problem:
         return nll.detach() + 0.5 * (self.penalty[:, None] * weights.square()).sum(), gradient
 
 
-def fit_head(model: SNGP, loader: Iterable[Any], *, tolerance: float = 1e-5, progress: bool | None = None) -> HeadFit:
+def fit_head(model: SNGP, loader: Iterable[Any], *, tolerance: float = 1e-4, progress: bool | None = None) -> HeadFit:
     """Solve for the output weights on top of the network as it is: no gradient steps through it, minutes at most.
 
     Use it on `afield.sngp(net, bound=None, freeze=True)` for a trained `net`, then `afield.fit_posterior`. The weights
     start where they are, so that a second call ends at once.
 
     loader     batches (inputs, target)
-    tolerance  the largest entry of the gradient, per example, at which to stop
+    tolerance  the norm of the gradient, relative to that at zero weights, at which to stop
     """
     head = model.head
     if head.mean is not None:
@@ -110,8 +112,8 @@ def fit_head(model: SNGP, loader: Iterable[Any], *, tolerance: float = 1e-5, pro
         assert isinstance(head.weight, Tensor)
         head.weight.copy_(weights.T)
         head.reset_posterior()  # it belonged to other weights
-    count = problem.phi.shape[0]
-    return HeadFit(float(loss) / count, float(gradient.abs().amax()) / count, iterations, count)
+        count, scale = problem.phi.shape[0], problem.gradient_at_zero()
+    return HeadFit(float(loss) / count, float(gradient.norm()) / scale, iterations, count)
 
 
 def _problem(head: GaussianProcessHead, phi: Tensor, target: Tensor, progress: bool | None) -> _Problem:
@@ -143,58 +145,64 @@ def _gaussian(problem: _Problem, tolerance: float) -> tuple[Tensor, int]:
 
 
 def _newton(problem: _Problem, tolerance: float) -> tuple[Tensor, int]:
-    weights = problem.start
-    loss, gradient = problem.loss_and_gradient(weights)
-    for iterations in track(range(1, 101), "output weights", show=problem.progress):  # noqa: B007
-        if float(gradient.abs().amax()) <= tolerance * problem.phi.shape[0]:
-            break
-        curvature = CURVATURES[problem.head.likelihood](problem.forward(weights))
-        columns = [torch.linalg.solve(problem.gram(curvature[:, k]), gradient[:, k]) for k in range(weights.shape[1])]
-        step, size = torch.stack(columns, dim=1), 1.0
-        slope = float((step * gradient).sum())
-        while size > 1e-8:  # Armijo: far from the optimum a full Newton step may overshoot
-            trial = problem.loss_and_gradient(weights - size * step)
-            if bool(torch.isfinite(trial[0])) and float(trial[0]) <= float(loss) - 1e-4 * size * slope:
-                break
-            size /= 2
-        else:
-            break
-        weights, (loss, gradient) = weights - size * step, trial
-    return weights, iterations
-
-
-def _categorical(problem: _Problem, tolerance: float) -> tuple[Tensor, int]:
-    """Products in the model's dtype inside the iterations; gradients are checked in float64 from outside."""
-    dtype, count = problem.phi.dtype, problem.phi.shape[0]
-    gram = 0.5 * (problem.gram() - torch.diag(problem.penalty)) + torch.diag(problem.penalty)
+    """Newton with conjugate gradients in whitened coordinates, products in the model's dtype."""
+    dtype, likelihood = problem.phi.dtype, problem.head.likelihood
+    gram = problem.gram()
     gram.diagonal().add_(1e-9 * float(gram.diagonal().amax()))  # a constant that copies a feature
     lower = torch.linalg.cholesky(gram)
     inverse = torch.linalg.solve_triangular(lower, torch.eye(len(lower)).to(lower), upper=False)
     white = torch.cat([(phi.double() @ inverse.T).to(dtype) for phi in problem.phi.split(8192)])
     shrinkage = ((inverse * problem.penalty) @ inverse.T).to(dtype)
-    coordinates = (lower.T @ problem.start).to(dtype).requires_grad_()
-    optimizer = torch.optim.LBFGS(
-        [coordinates], max_iter=1, history_size=30, line_search_fn="strong_wolfe", tolerance_grad=0, tolerance_change=0
-    )
 
-    def objective() -> Tensor:
-        optimizer.zero_grad()
-        nll = F.cross_entropy(white @ coordinates, problem.target, reduction="sum")
-        loss = nll + 0.5 * (coordinates * (shrinkage @ coordinates)).sum()
-        loss.backward()
-        return loss
+    def evaluate(c: Tensor) -> tuple[float, Tensor, Tensor]:
+        logits = (white @ c).requires_grad_()
+        with torch.enable_grad():
+            nll = NLLS[likelihood](logits.double(), problem.target)
+        (slope,) = torch.autograd.grad(nll, logits)
+        pull = shrinkage @ c
+        return float(nll) + 0.5 * float((c * pull).double().sum()), white.T @ slope + pull, logits.detach()
 
-    previous, stalled = float("inf"), 0
-    with torch.enable_grad():
-        for iterations in track(range(1, _MOST_ITERATIONS + 1), "output weights", show=problem.progress):  # noqa: B007
-            loss = float(optimizer.step(objective).detach())
-            assert coordinates.grad is not None
-            gradient = (lower @ coordinates.grad.double()).abs().amax()
-            stalled = stalled + 1 if previous - loss <= 4 * torch.finfo(dtype).eps * abs(loss) else 0
-            if float(gradient) <= tolerance * count or stalled == 3:  # or this precision has no more to give
+    c = (lower.T @ problem.start).to(dtype)
+    scale = float(evaluate(torch.zeros_like(c))[1].norm())
+    loss, gradient, logits = evaluate(c)
+    iterations = 0
+    for _ in track(range(_MOST_ITERATIONS), "output weights", show=problem.progress):
+        size = float(gradient.norm())
+        if size <= tolerance * scale:
+            break
+        bend = HESSIANS[likelihood](logits)
+
+        def hessian(d: Tensor, bend: Callable[[Tensor], Tensor] = bend) -> Tensor:
+            return white.T @ bend(white @ d) + shrinkage @ d
+
+        step = _conjugate_gradients(hessian, gradient, min(0.1, (size / scale) ** 0.5))
+        slope, length = float((step * gradient).double().sum()), 1.0
+        while length > 1e-6:  # Armijo: far from the optimum a full Newton step may overshoot
+            trial = evaluate(c - length * step)
+            if trial[0] <= loss - 1e-4 * length * slope:
                 break
-            previous = loss
-    return inverse.T @ coordinates.detach().double(), iterations
+            length /= 2
+        else:
+            break  # this precision has no more to give
+        c, (loss, gradient, logits) = c - length * step, trial
+        iterations += 1
+    return inverse.T @ c.double(), iterations
+
+
+def _conjugate_gradients(operator: Callable[[Tensor], Tensor], right: Tensor, tolerance: float) -> Tensor:
+    solution, residual = torch.zeros_like(right), right.clone()
+    direction, square = residual.clone(), float(residual.double().square().sum())
+    enough = tolerance**2 * square
+    for _ in range(_MOST_ITERATIONS):
+        if square <= enough:
+            break
+        product = operator(direction)
+        length = square / float((direction * product).double().sum())
+        solution += length * direction
+        residual -= length * product
+        before, square = square, float(residual.double().square().sum())
+        direction = residual + (square / before) * direction
+    return solution
 
 
 NLLS: Registry[Callable[[Tensor, Tensor], Tensor]] = Registry(
@@ -204,6 +212,27 @@ NLLS: Registry[Callable[[Tensor, Tensor], Tensor]] = Registry(
     gaussian=lambda f, y: 0.5 * (f - y).square().sum(),
     poisson=lambda f, y: (f.exp() - y * f).sum(),
 )
+
+
+def _softmax_hessian(logits: Tensor) -> Callable[[Tensor], Tensor]:
+    p = F.softmax(logits, dim=-1)
+    return lambda u: p * u - p * (p * u).sum(-1, keepdim=True)
+
+
+def _diagonal_hessian(likelihood: str) -> Callable[[Tensor], Callable[[Tensor], Tensor]]:
+    def hessian(logits: Tensor) -> Callable[[Tensor], Tensor]:
+        weights = CURVATURES[likelihood](logits)
+        return lambda u: weights * u
+
+    return hessian
+
+
+HESSIANS: Registry[Callable[[Tensor], Callable[[Tensor], Tensor]]] = Registry(
+    "likelihood",
+    categorical=_softmax_hessian,
+    bernoulli=_diagonal_hessian("bernoulli"),
+    poisson=_diagonal_hessian("poisson"),
+)
 SOLVERS: Registry[Callable[[_Problem, float], tuple[Tensor, int]]] = Registry(
-    "likelihood", categorical=_categorical, bernoulli=_newton, gaussian=_gaussian, poisson=_newton
+    "likelihood", categorical=_newton, bernoulli=_newton, gaussian=_gaussian, poisson=_newton
 )

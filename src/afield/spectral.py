@@ -12,6 +12,7 @@ evaluation; it starts converged (Lanczos). A convolution learns its input size f
 """
 
 import copy
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
@@ -19,8 +20,10 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._compile import _disable_dynamo  # torch.compiler.disable would import the compiler: 1.3 s
 from torch.nn.utils import parametrize
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from afield.eager import eager
 
 Layer = TypeVar("Layer", bound=nn.Module)
 _BatchNorm = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
@@ -46,6 +49,7 @@ def bound(layer: Layer, c: float = 0.95) -> Layer:
     if not c > 0:
         raise ValueError(f"The bound c must be positive, got {c}.")
     names = _weight_names(layer)
+    _follow_optimizers()
     if not names:
         kinds = ", ".join(kind.__name__ for kind in BOUNDABLE)
         raise TypeError(f"bound expects one of {kinds} with a weight, got {type(layer).__name__}.")
@@ -56,7 +60,7 @@ def bound(layer: Layer, c: float = 0.95) -> Layer:
         parametrization: _Bound
         if isinstance(layer, _Conv):
             parametrization = _ConvBound(layer, c)
-            layer.register_forward_pre_hook(parametrization.see_input)
+            layer.register_forward_pre_hook(parametrization.see_input, with_kwargs=True)
         elif isinstance(layer, _BatchNorm):
             parametrization = _BatchNormBound(layer, c)
         else:
@@ -66,6 +70,11 @@ def bound(layer: Layer, c: float = 0.95) -> Layer:
     if isinstance(layer, nn.MultiheadAttention):
         bound(layer.out_proj, c)
     return layer
+
+
+def boundable(layer: nn.Module) -> bool:
+    """Whether the layer has a weight that `bound` can bound."""
+    return bool(_weight_names(layer))
 
 
 def bound_of(layer: nn.Module, name: str = "weight") -> "_Bound | None":
@@ -89,12 +98,12 @@ def operator_norm(layer: nn.Module, input_shape: tuple[int, ...] | None = None) 
     knows it. For MultiheadAttention, the largest of its projections.
     """
     if isinstance(layer, nn.Linear):
-        return float(torch.linalg.matrix_norm(layer.weight.detach().double(), 2))
+        return float(torch.linalg.matrix_norm(_still(layer).double(), 2))
     if isinstance(layer, nn.MultiheadAttention):
-        matrices = [m for n in _weight_names(layer) for m in getattr(layer, n).detach().split(layer.embed_dim)]
-        return max(float(torch.linalg.matrix_norm(m.double(), 2)) for m in [*matrices, layer.out_proj.weight.detach()])
+        matrices = [m for n in _weight_names(layer) for m in _still(layer, n).split(layer.embed_dim)]
+        return max(float(torch.linalg.matrix_norm(m.double(), 2)) for m in [*matrices, _still(layer.out_proj)])
     if isinstance(layer, _BatchNorm):
-        return float(_batch_norm_gains(layer).detach().abs().amax())
+        return float(_batch_norm_gains(layer, _still(layer) if layer.affine else None).abs().amax())
     if isinstance(layer, _Conv):
         known = bound_of(layer)
         if input_shape is None and isinstance(known, _ConvBound):
@@ -104,7 +113,7 @@ def operator_norm(layer: nn.Module, input_shape: tuple[int, ...] | None = None) 
                 f"The norm of a convolution depends on its input: give input_shape, the spatial size, "
                 f"e.g. {(32,) * len(layer.kernel_size)}."
             )
-        operator = _Convolution(layer, layer.weight.detach().double(), tuple(input_shape[-len(layer.kernel_size) :]))
+        operator = _Convolution(layer, _still(layer).double(), tuple(input_shape[-len(layer.kernel_size) :]))
         return float(_lanczos(operator.apply, operator.adjoint, operator.start(), _MEASURE_STEPS)[0])
     raise TypeError(f"operator_norm knows Linear, Conv1d/2d/3d, MultiheadAttention, BatchNorm; got {type(layer)}.")
 
@@ -120,12 +129,18 @@ def certified_norm(layer: nn.Module) -> float:
         return operator_norm(layer) * (1 + 1e-12)
     if not isinstance(layer, _Conv) or layer.padding_mode not in ("zeros", "circular"):
         return math.inf
-    weight = layer.weight.detach().double()
+    weight = _still(layer).double()
     dims = tuple(range(2, weight.dim()))
     sizes = [max(16, 12 * (k // 2)) if k > 1 else 1 for k in layer.kernel_size]
     slack = math.prod(1 / math.cos(math.pi * (k // 2) / n) for k, n in zip(layer.kernel_size, sizes, strict=True))
     symbol = torch.fft.fftn(weight, s=sizes, dim=dims).movedim(dims, tuple(range(len(dims)))).flatten(0, len(dims) - 1)
     groups = symbol.unflatten(1, (layer.groups, -1)).flatten(0, 1)
+    if layer.padding_mode == "circular":  # what is padded beyond the kernel's reach comes out more than once
+        pads = layer._reversed_padding_repeated_twice
+        reach = [d * (k - 1) for d, k in zip(layer.dilation, layer.kernel_size, strict=True)]
+        for covered, before, after in zip(reversed(reach), pads[::2], pads[1::2], strict=True):
+            extra = before + after - covered
+            slack *= math.sqrt(1 + math.ceil(extra / max(before, after))) if extra > 0 else 1.0
     return float(torch.linalg.matrix_norm(groups, 2).amax()) * slack
 
 
@@ -140,14 +155,12 @@ def fold(model: Layer) -> Layer:
         hooks = module._forward_pre_hooks
         for key in [k for k, hook in hooks.items() if isinstance(getattr(hook, "__self__", None), _ConvBound)]:
             del hooks[key]
+            module._forward_pre_hooks_with_kwargs.pop(key, None)
         if not parametrize.is_parametrized(module):
             continue
         chains = cast(nn.ModuleDict, module.parametrizations)
         trained = {name: any(p.requires_grad for p in chain.parameters()) for name, chain in chains.items()}
-        was_training = module.training
-        module.train(False)
-        values = {name: getattr(module, name).detach().clone() for name in trained}
-        module.train(was_training)
+        values = {name: _still(module, name).clone() for name in trained}
         module.__class__ = type(module).__mro__[1]
         del module._modules["parametrizations"]
         for name, value in values.items():
@@ -164,7 +177,7 @@ class _Bound(nn.Module):
     def __init__(self, c: float) -> None:
         super().__init__()
         self.c = c
-        self._seen: int | None = None  # the weight's version at the last iteration
+        self._seen: tuple[int, int] | None = None  # the weight's version at the last iteration
         self.register_buffer("num_steps", torch.zeros((), dtype=torch.int64))
         self.register_buffer("num_binding", torch.zeros((), dtype=torch.int64))
 
@@ -182,7 +195,9 @@ class _Bound(nn.Module):
                 with torch.no_grad():
                     self.num_steps += 1
                     self.num_binding += (sigma > self.c).any()
-            return weight * torch.clamp(self.c / sigma, max=1.0)
+            # Away from zero: the gradient of c / sigma at a zero weight would be 0 * inf. The absolute value: vectors
+            # that are out of date (weights changed in evaluation mode) may give a negative estimate.
+            return weight * torch.clamp(self.c / sigma.abs().clamp_min(1e-12), max=1.0)
 
     def _changed(self, weight: Tensor) -> bool:
         """Whether the weight moved since the last iteration.
@@ -192,7 +207,7 @@ class _Bound(nn.Module):
         """
         if torch.compiler.is_compiling():
             return True
-        version = weight._version
+        version = (weight._version, _optimizer_steps)  # fused optimisers do not count up the version
         changed = version != self._seen
         self._seen = version
         return changed
@@ -224,8 +239,8 @@ class _MatrixBound(_Bound):
         if iterate:
             with torch.no_grad():
                 w = matrices.detach()
-                u = F.normalize((w @ self.v[:, :, None]).squeeze(-1), dim=-1)
-                v = F.normalize((u[:, None] @ w).squeeze(1), dim=-1)
+                u = _unit((w @ self.v[:, :, None]).squeeze(-1), self.u, dim=-1)
+                v = _unit((u[:, None] @ w).squeeze(1), self.v, dim=-1)
                 # Fresh tensors for autograd: the buffers move on while a graph still holds the vectors.
                 self.u.copy_(u)
                 self.v.copy_(v)
@@ -254,18 +269,19 @@ class _ConvBound(_Bound):
     def input_size(self) -> tuple[int, ...] | None:
         return tuple(self.v.shape[2:]) if self.v.numel() else None
 
-    def see_input(self, layer: nn.Module, args: tuple[Tensor, ...]) -> None:
+    def see_input(self, layer: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
         """Learn the input size from the first input, and follow it in training mode."""
-        size = tuple(args[0].shape[-self.settings.dims :])
+        size = tuple((args[0] if args else kwargs["input"]).shape[-self.settings.dims :])
         if self.input_size is None or (self.training and size != self.input_size):
             chain = cast(nn.ModuleDict, layer.parametrizations)["weight"]
             self.start(cast(Tensor, chain.original), size)
 
-    @_disable_dynamo
+    @eager
     @torch.no_grad()
     def start(self, weight: Tensor, size: tuple[int, ...]) -> None:
-        operator = _Convolution(self.settings, weight.detach(), size)
-        _, u, v = _lanczos(operator.apply, operator.adjoint, operator.start(), _FIRST_STEPS)
+        with torch.autocast(weight.device.type, enabled=False):
+            operator = _Convolution(self.settings, weight.detach(), size)
+            _, u, v = _lanczos(operator.apply, operator.adjoint, operator.start(), _FIRST_STEPS)
         # In place, by set_: whoever holds the buffer (DistributedDataParallel does) goes on holding it.
         self.u.set_(u.contiguous())  # type: ignore[call-overload]
         self.v.set_(v.contiguous())  # type: ignore[call-overload]
@@ -276,11 +292,9 @@ class _ConvBound(_Bound):
         if iterate:
             with torch.no_grad():
                 operator = _Convolution(self.settings, weight.detach(), self.input_size)
-                u = operator.apply(self.v)
-                u = u / u.norm().clamp_min(1e-30)
-                v = operator.adjoint(u)
+                u = _unit(operator.apply(self.v), self.u)
+                self.v.copy_(_unit(operator.adjoint(u), self.v))
                 self.u.copy_(u)
-                self.v.copy_(v / v.norm().clamp_min(1e-30))
         operator = _Convolution(self.settings, weight, self.input_size)
         return (self.u.clone() * operator.apply(self.v.clone())).sum()
 
@@ -295,12 +309,21 @@ class _ConvBound(_Bound):
 class _BatchNormBound(_Bound):
     """BatchNorm's scale, by the gain it has in evaluation mode."""
 
+    gain: Tensor
+
     def __init__(self, layer: nn.Module, c: float) -> None:
         super().__init__(c)
         self._layer = [layer]  # in a list, so that it does not become a submodule of its own child
+        # Training reads the gain of the last change of the weight: the running variance moves with every pass.
+        self.register_buffer("gain", _batch_norm_gains(layer, None).clone())
 
     def sigma(self, weight: Tensor, iterate: bool) -> Tensor:
-        return _batch_norm_gains(self._layer[0], weight).abs().amax()
+        if not self.training:
+            return (weight * _batch_norm_gains(self._layer[0], None)).abs().amax()
+        if iterate:
+            with torch.no_grad():
+                self.gain.copy_(_batch_norm_gains(self._layer[0], None))
+        return (weight * self.gain.clone()).abs().amax()
 
 
 class _Settings:
@@ -346,7 +369,14 @@ class _Convolution:
             )
         ]
         x = transposed(y, self.weight, None, s.stride, s.padding, extra, s.groups, s.dilation)
-        return torch.func.vjp(self._padded, y.new_zeros(self.shape))[1](x)[0] if s.pad else x
+        if not s.pad:
+            return x
+        # By where each padded point came from (0: nowhere), not by autograd: non-reentrant checkpointing forbids it.
+        size, count = self.shape[2:], math.prod(self.shape[2:])
+        source = torch.arange(1, count + 1, dtype=torch.float64, device=y.device).view(1, 1, *size)
+        source = self._padded(source).flatten().long()
+        out = x.new_zeros(self.shape[1], count + 1).index_add(1, source, x.reshape(self.shape[1], -1))
+        return out[:, 1:].reshape(self.shape)
 
     def _padded(self, x: Tensor) -> Tensor:
         return F.pad(x, self.s.pad, mode=self.s.pad_mode) if self.s.pad else x
@@ -381,13 +411,44 @@ def _lanczos(
     return sigma, u / sigma.clamp_min(1e-30), v
 
 
+_optimizer_steps = 0
+
+
+@functools.cache
+def _follow_optimizers() -> None:
+    """From the first bound on, count the steps of all optimisers."""
+
+    def count(*_: Any) -> None:
+        global _optimizer_steps
+        _optimizer_steps += 1
+
+    register_optimizer_step_post_hook(count)
+
+
+def _unit(x: Tensor, otherwise: Tensor, dim: int | None = None) -> Tensor:
+    """x at norm 1, or the old vector where x vanishes: a zero weight must not end the iteration for good."""
+    norm = torch.linalg.vector_norm(x, dim=dim, keepdim=True) if dim is not None else x.norm()
+    return torch.where(norm > 0, x / norm.clamp_min(1e-30), otherwise)
+
+
 def _batch_norm_gains(layer: nn.Module, weight: Tensor | None = None) -> Tensor:
     norm = cast(nn.BatchNorm2d, layer)
-    weight = norm.weight if weight is None else weight
     if norm.running_var is None:
         raise ValueError("A BatchNorm without running statistics has no fixed operator: use track_running_stats=True.")
     gain = torch.rsqrt(norm.running_var.detach() + norm.eps)
     return gain if weight is None else weight * gain
+
+
+@torch.no_grad()
+def _still(layer: nn.Module, name: str = "weight") -> Tensor:
+    """A weight as evaluation sees it: reading it iterates nothing."""
+    modes = [(m, m.training) for m in layer.modules()]
+    layer.eval()
+    try:
+        return cast(Tensor, getattr(layer, name)).detach()
+    finally:
+        for m, training in modes:
+            m.training = training
 
 
 def _weight_names(layer: nn.Module) -> tuple[str, ...]:
