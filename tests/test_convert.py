@@ -841,3 +841,24 @@ def test_bounded_residual_network_is_bi_lipschitz(a: float, depth: int, conv: bo
     assert largest <= (1 + slack * a) ** depth
     unbounded = stretches(afield.sngp(net, None, **SMALL), shape)
     assert unbounded[0] < (1 - a) ** depth or unbounded[1] > (1 + a) ** depth
+
+
+def test_attached_network_is_unsure_far_away_although_its_dense_mean_grows_without_end(generator):
+    x = torch.randn(400, 2, generator=generator)
+    y = (x[:, 0] + 0.3 * torch.randn(400, generator=generator) > 0).long()
+    net = nn.Linear(2, 2)
+    with torch.no_grad():
+        net.weight.copy_(torch.tensor([[-4.0, 0.0], [4.0, 0.0]]))
+    model = afield.attach(net, num_random_features=128, generator=generator)
+    afield.fit_posterior(model, [(x[:200], y[:200])])
+    afield.calibrate(model, [(x[200:], y[200:])])
+    confidence, p_value, variance = [], [], []
+    for radius in (30.0, 100.0, 1000.0, 1e5):
+        prediction = model.predict(radius * torch.tensor([[1.0, 0.0]]))
+        confidence.append(float(prediction.confidence))
+        p_value.append(float(prediction.p_value))
+        variance.append(float(prediction.variance))
+    assert sorted(confidence, reverse=True) == confidence
+    assert sorted(variance) == variance
+    assert confidence[-1] < 0.51
+    assert p_value[-1] == pytest.approx(prediction.finest)

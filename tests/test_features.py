@@ -420,3 +420,16 @@ def test_repr_says_where_the_length_scale_comes_from():
     assert "length_scale=from the first batch" in repr(features)
     features(points().float())
     assert f"length_scale={float(features.length_scale):.4g}" in repr(features)
+
+
+def test_grown_features_are_plain_on_the_data_and_quadratic_beyond():
+    h = points()
+    grown, plain = (
+        RandomFeatures(8, 16, grow=grow, generator=torch.Generator().manual_seed(0)).double() for grow in (True, False)
+    )
+    for features in (grown, plain):
+        features.adapt(h)
+    torch.testing.assert_close(grown(h), plain(h), rtol=0, atol=0)
+    furthest = h[h.norm(dim=1).argmax()][None]
+    for factor in (2.0, 10.0):
+        torch.testing.assert_close(grown(factor * furthest), factor**2 * plain(factor * furthest))

@@ -15,7 +15,7 @@ ROOT = Path(afield.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 # A module may import what stands before it, and a package its own parts. design.md, section 3.
 ORDER = [
-    *("version", "registry", "eager", "features", "laplace", "predictive", "scores", "head"),
+    *("version", "registry", "eager", "features", "laplace", "predictive", "scores", "distances", "head"),
     *("spectral", "batch", "convert", "posterior", "calibrate", "solve"),
     *("diagnose", "persist", "metrics", "backbones", "tasks", "methods"),
     *("engine", "experiment", "paper", "estimators", "integrations", "apps"),

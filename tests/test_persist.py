@@ -192,6 +192,28 @@ def test_bounds_by_type_and_by_pattern_come_back(tmp_path):
     assert audit(back) == audit(model)
 
 
+class Attentive(nn.Module):
+    """x (N, 3) as a sequence of three, through attention; its projections are bounded as one layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
+        self.out = nn.Linear(12, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x[:, :, None].expand(-1, -1, 4)
+        return self.out(self.attention(tokens, tokens, tokens, need_weights=False)[0].flatten(1))
+
+
+@pytest.mark.parametrize("rules", [0.3, {"attention": 0.3}, {nn.MultiheadAttention: 0.3}], ids=repr)
+def test_bounds_on_attention_come_back(rules, tmp_path):
+    model = afield.sngp(Attentive(), rules, num_random_features=8, length_scale=1.0)
+    afield.fit_posterior(model, [torch.randn(20, 3)])
+    back = afield.load(afield.save(model, tmp_path), Attentive())
+    assert [b.c for b in all_bounds(back)] == [b.c for b in all_bounds(model)] != []
+    identical(model, back, torch.randn(5, 3))
+
+
 class Special(nn.Linear):
     """A user's own layer type."""
 
@@ -416,7 +438,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "unknown bound type": (
         lambda f: rewrite(f, lambda i: i["settings"].update(bound=[[{"type": "Bogus"}, 1.0]])),
-        "Bogus|damaged|another network",
+        "Bogus|damaged|another network|does not fit",
     ),
     "newer format": (lambda f: rewrite(f, lambda i: i.update(format=FORMAT + 1)), "format 2.*Upgrade afield"),
     "no tensors": (lambda f: tensor_file(f).unlink(), r"incomplete: model-.*missing"),

@@ -76,7 +76,7 @@ def calibrate(
     """Fit logit scale and amplitude (regression: noise and amplitude) and keep reference scores for p-values.
 
     loader        batches (inputs, target) of in-domain data that the network has not seen. On its own training data
-                  a network is overconfident, and the amplitude comes out as zero
+                  a network is overconfident, and calibration would believe it
     fit_fraction  the part of the data that chooses the parameters; the rest is the reference
     seed          of the permutation that cuts the data
     """
@@ -101,7 +101,8 @@ def calibrate(
         cut = min(hidden.shape[0] - 1, max(1, round(fit_fraction * hidden.shape[0])))
         fit, rest = order[:cut], order[cut:]
         objective = OBJECTIVES[head.likelihood](head, hidden[fit], target[fit])
-        before = float(objective.loss(objective.start, float(head.amplitude) ** 2).mean())
+        current = float(head.noise if head.likelihood == "gaussian" else head.logit_scale)
+        before = float(objective.loss(current, float(head.amplitude) ** 2).mean())
         nuisance, amplitude, after = _choose(objective, largest=head.likelihood in ("categorical", "bernoulli"))
         scalars = {"amplitude": amplitude}
         if head.likelihood == "gaussian":

@@ -11,6 +11,7 @@ nearest training example.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -55,6 +56,10 @@ def certified(module: nn.Module) -> Lipschitz:
     """
     if isinstance(module, SNGP):
         return certified(module.net)
+    if isinstance(module, GaussianProcessHead):  # the whole network was one Linear
+        return Lipschitz(1.0, 1.0)
+    if _own_forward(module):
+        return Lipschitz(0.0, math.inf, f"{type(module).__name__} has a forward of its own")
     if isinstance(module, nn.Sequential):
         result = Lipschitz(1.0, 1.0)
         for part in module:
@@ -68,19 +73,25 @@ def certified(module: nn.Module) -> Lipschitz:
     return _layer(module)
 
 
+def _own_forward(module: nn.Module) -> bool:
+    """Whether a subclass of a known layer acts otherwise: `class Shortcut(nn.Sequential)` with x + ... is common."""
+    known = next((k for k in type(module).__mro__ if k.__module__.startswith(("torch.nn.", "afield."))), None)
+    return known is not None and type(module).forward is not getattr(known, "forward", None)
+
+
 def _layer(module: nn.Module) -> Lipschitz:
     if isinstance(module, _ISOMETRIES):
         return Lipschitz(1.0, 1.0)
     if isinstance(module, _CONTRACTIONS):
-        if isinstance(module, nn.MaxPool1d | nn.MaxPool2d) and module.stride != module.kernel_size:
+        if isinstance(module, nn.MaxPool1d | nn.MaxPool2d) and _overlaps(module):
             return Lipschitz(0.0, math.inf, "a MaxPool whose windows overlap")
         return Lipschitz(0.0, 1.0)
     if isinstance(module, nn.LeakyReLU):
-        slope = abs(module.negative_slope)
-        return Lipschitz(min(slope, 1.0), max(slope, 1.0))
+        slope = module.negative_slope
+        return Lipschitz(min(max(slope, 0.0), 1.0), max(abs(slope), 1.0))
     for kind, slope in _SLOPES.items():
         if isinstance(module, kind):
-            return Lipschitz(0.0, slope if not isinstance(module, nn.ELU) else max(1.0, module.alpha))
+            return Lipschitz(0.0, slope if not isinstance(module, nn.ELU) else max(1.0, abs(module.alpha)))
     if isinstance(module, nn.Linear):
         values = torch.linalg.svdvals(module.weight.detach().double())
         injective = module.out_features >= module.in_features
@@ -89,20 +100,25 @@ def _layer(module: nn.Module) -> Lipschitz:
         gain = torch.rsqrt(module.running_var.double() + module.eps)
         gain = gain if module.weight is None else gain * module.weight.detach().double().abs()
         return Lipschitz(float(gain.min()), float(gain.max()))
-    upper = certified_norm(module)
+    statistics = isinstance(module, _BATCH_NORM)  # and has none
+    upper = math.inf if statistics else certified_norm(module)
     return Lipschitz(0.0, upper, "" if math.isfinite(upper) else f"no certificate for {type(module).__name__}")
+
+
+def _overlaps(pool: nn.MaxPool1d | nn.MaxPool2d) -> bool:
+    def pair(value: Any) -> tuple[int, ...]:
+        return tuple(value) if isinstance(value, tuple) else (value, value)
+
+    sizes = zip(pair(pool.kernel_size), pair(pool.stride), pair(pool.dilation), strict=True)
+    return any(stride < kernel or (dilation > 1 and kernel > 1) for kernel, stride, dilation in sizes)
 
 
 def measured(mapping: SNGP | Callable[[Tensor], Tensor], x: Tensor, *, pairs: int = 4096, seed: int = 0) -> Lipschitz:
     """The smallest and largest |h(x) - h(x')| / |x - x'| over random pairs of the examples x (N, ...)."""
     if x.shape[0] < 2:
         raise ValueError(f"measured expects at least 2 examples, got {x.shape[0]}.")
-    if isinstance(mapping, SNGP):
-        with evaluating(mapping):
-            h = mapping.hidden(x)
-    else:
-        with torch.no_grad():
-            h = mapping(x)
+    with evaluating(mapping) if isinstance(mapping, nn.Module) else torch.no_grad():
+        h = mapping.hidden(x) if isinstance(mapping, SNGP) else mapping(x)
     generator = torch.Generator().manual_seed(seed)
     first = torch.randint(x.shape[0], (pairs,), generator=generator)
     second = (first + torch.randint(1, x.shape[0], (pairs,), generator=generator)) % x.shape[0]
@@ -117,7 +133,12 @@ def measured(mapping: SNGP | Callable[[Tensor], Tensor], x: Tensor, *, pairs: in
 def nearest_distance(x: Tensor, train: Tensor) -> Tensor:
     """The distance (N,) from each of x to the nearest of the training examples, in the space they are given in."""
     flat = train.flatten(1)
-    return torch.cat([torch.cdist(part.flatten(1), flat).amin(1) for part in x.split(1024)])
+    return torch.cat(
+        [
+            torch.cdist(part.flatten(1), flat, compute_mode="donot_use_mm_for_euclid_dist").amin(1)
+            for part in x.split(1024)
+        ]
+    )
 
 
 def distance_correlation(score: Tensor, x: Tensor, train: Tensor) -> float:

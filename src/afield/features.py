@@ -102,6 +102,9 @@ class RandomFeatures(nn.Module):
     `normalize_input`: None; "standardize" by the training moments that `adapt` takes; "layer" normalisation
     (the paper's appendix; it loses the radius, hence distance); "unit" norm.
 
+    `grow`: multiply phi by max(1, |n(h)|^2 / R^2), R the largest |n(h)| among the vectors given to `adapt`. Beyond the
+    data the prior then outgrows a mean that is linear in h; on the data nothing changes.
+
     `projection`: multiply wide hidden vectors by a fixed Gaussian matrix (in_features, projection), scaled to
     keep distances in expectation (the paper's appendix: "input dimension projection").
     """
@@ -111,6 +114,7 @@ class RandomFeatures(nn.Module):
     length_scale: Tensor
     shift: Tensor
     gain: Tensor
+    radius: Tensor
     projector: Tensor | None
 
     def __init__(
@@ -123,6 +127,7 @@ class RandomFeatures(nn.Module):
         orthogonal: bool = True,
         normalize_input: str | None = None,
         projection: int | None = None,
+        grow: bool = False,
         fraction: float = LENGTH_SCALE_FRACTION,
         generator: torch.Generator | None = None,
     ) -> None:
@@ -135,7 +140,8 @@ class RandomFeatures(nn.Module):
         if normalize_input is not None:
             NORMALIZERS[normalize_input]
         self.in_features, self.num_random_features = in_features, num_random_features
-        self.kernel, self.normalize_input, self.fraction = kernel, normalize_input, fraction
+        self.kernel, self.normalize_input = kernel, normalize_input
+        self.fraction, self.grow = fraction, grow
         projector = None
         if projection is not None:
             if not 1 <= projection <= in_features:
@@ -161,8 +167,9 @@ class RandomFeatures(nn.Module):
         moments = in_features if normalize_input == "standardize" else 0
         self.register_buffer("shift", torch.full((moments,), math.nan))
         self.register_buffer("gain", torch.full((moments,), math.nan))
+        self.register_buffer("radius", torch.tensor(math.nan if grow else math.inf, dtype=torch.float64))
         self._fixed = length_scale is not None
-        self._adapted = self._fixed and not moments
+        self._adapted = self._fixed and not moments and not grow
         self.register_load_state_dict_post_hook(_after_load)
 
     @property
@@ -177,9 +184,9 @@ class RandomFeatures(nn.Module):
         was given as a number stays.
         """
         found = self._from_data(h, moments)
-        if not all(bool(torch.isfinite(t).all()) for t in found):
+        if any(bool(torch.isnan(t).any()) for t in found):
             raise ValueError("Standardisation needs finite hidden vectors, got NaN or infinity in the first batch.")
-        for own, value in zip((self.shift, self.gain, self.length_scale), found, strict=True):
+        for own, value in zip(self._learned(), found, strict=True):
             own.copy_(value)
         self._adapted = True
 
@@ -189,26 +196,30 @@ class RandomFeatures(nn.Module):
             dtype = self.weight.dtype
             wide = torch.promote_types(dtype, torch.float32)
             h = h.to(wide)
-            shift, gain, length_scale = self.shift, self.gain, self.length_scale
-            if not self._adapted:
-                shift, gain, length_scale = self._first_batch(h)
-            scaled = self._normalized(h, shift.to(wide), gain.to(wide)) / length_scale
-            phase = F.linear(scaled, self.weight.to(wide), self.phase.to(wide))
-            return (KERNELS[self.kernel].activation(phase) * math.sqrt(2 / self.num_random_features)).to(dtype)
+            shift, gain, length_scale, radius = self._learned() if self._adapted else self._first_batch(h)
+            h = self._normalized(h, shift.to(wide), gain.to(wide))
+            phase = F.linear(h / length_scale, self.weight.to(wide), self.phase.to(wide))
+            phi = KERNELS[self.kernel].activation(phase) * math.sqrt(2 / self.num_random_features)
+            if self.grow:
+                phi = phi * (h / radius).square().sum(-1, keepdim=True).clamp_min(1.0)
+            return phi.to(dtype)
+
+    def _learned(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return self.shift, self.gain, self.length_scale, self.radius
 
     @eager
-    def _first_batch(self, h: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _first_batch(self, h: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         if not self.training:
             return self._from_data(h, fallback=1.0)
         self.adapt(h)
         if dist.is_available() and dist.is_initialized():
-            for own in (self.shift, self.gain, self.length_scale):
+            for own in self._learned():
                 dist.broadcast(own, src=0)
-        return self.shift, self.gain, self.length_scale
+        return self._learned()
 
     def _from_data(
         self, h: Tensor, moments: tuple[Tensor, Tensor] | None = None, fallback: float | None = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         h = h.detach().to(torch.promote_types(self.weight.dtype, torch.float32))
         shift, gain, scale = self.shift, self.gain, float(self.length_scale)
         if self.normalize_input == "standardize":
@@ -217,8 +228,9 @@ class RandomFeatures(nn.Module):
             # input wakes it.
             gain = torch.where(std > 1e-6 * std.max(), 1 / std, torch.ones_like(std))
             shift, gain = shift.to(h), gain.to(h)
+        normalized = self._normalized(h, shift, gain)
         if not self._fixed or math.isnan(scale):
-            scale = self.fraction * median_distance(self._normalized(h, shift, gain))
+            scale = self.fraction * median_distance(normalized)
             if not math.isfinite(scale):
                 if fallback is None:
                     raise ValueError(
@@ -227,7 +239,8 @@ class RandomFeatures(nn.Module):
                         "Give a larger first batch, or a number as length_scale."
                     )
                 scale = fallback
-        return shift, gain, self.length_scale.new_tensor(scale)
+        radius = normalized.norm(dim=-1).amax().to(self.radius) if self.grow else self.radius
+        return shift, gain, self.length_scale.new_tensor(scale), radius
 
     def _normalized(self, h: Tensor, shift: Tensor, gain: Tensor) -> Tensor:
         if self.normalize_input is not None:
@@ -235,9 +248,10 @@ class RandomFeatures(nn.Module):
         return h if self.projector is None else h @ self.projector.to(h.dtype)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "RandomFeatures":
-        exact = self.length_scale
+        length_scale, radius = self.length_scale, self.radius
         super()._apply(fn, recurse)
-        self.length_scale = exact.to(self.length_scale.device)
+        self.length_scale = length_scale.to(self.length_scale.device)
+        self.radius = radius.to(self.radius.device)
         return self
 
     def extra_repr(self) -> str:
@@ -247,7 +261,7 @@ class RandomFeatures(nn.Module):
 
 def _after_load(module: nn.Module, _: object) -> None:
     assert isinstance(module, RandomFeatures)
-    module._adapted = bool(torch.isfinite(module.length_scale)) and bool(torch.isfinite(module.gain).all())
+    module._adapted = not any(bool(torch.isnan(t).any()) for t in module._learned())
 
 
 def _orthogonal_gaussian(rows: int, columns: int, *, generator: torch.Generator | None) -> Tensor:

@@ -100,6 +100,7 @@ class GaussianProcessHead(nn.Module):
             orthogonal=orthogonal,
             normalize_input=normalize_input,
             projection=projection,
+            grow=mean is not None,
             fraction=LENGTH_SCALE_FRACTION if mean is None else KEPT_MEAN_FRACTION,
             generator=generator,
         )
@@ -225,7 +226,7 @@ class GaussianProcessHead(nn.Module):
     @torch.no_grad()
     def _accumulate(self, h: Tensor, logits: Tensor | None, add: Callable[[Tensor, Tensor], None]) -> None:
         self._checked(h)
-        self._finite(h)
+        self.check_finite(h)
         if not self.random_features.adapted:
             self.random_features.adapt(h)
         phi = self.features(h)
@@ -235,11 +236,12 @@ class GaussianProcessHead(nn.Module):
         weights = curvature_weights(
             logits, likelihood=self.likelihood, covariance=self.covariance, curvature=self.curvature
         )
-        self._finite(phi, weights)
+        self.check_finite(phi, weights)
         add(phi, weights)
         self._uncalibrate()
 
-    def _finite(self, *tensors: Tensor) -> None:
+    def check_finite(self, *tensors: Tensor) -> None:
+        """Name the rows that hold NaN or infinity."""
         finite = torch.stack([torch.isfinite(t).all(dim=-1) for t in tensors]).all(0)
         if not bool(finite.all()):
             rows = (~finite).nonzero().flatten().tolist()

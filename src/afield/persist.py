@@ -20,6 +20,7 @@ from torch import nn
 from afield import convert
 from afield.convert import SNGP
 from afield.head import SCALARS
+from afield.spectral import bounds_of
 from afield.version import __version__
 
 FORMAT = 1
@@ -50,7 +51,7 @@ def save_model(model: SNGP, path: str | os.PathLike[str], *, metadata: dict[str,
         "afield": __version__,
         "torch": torch.__version__,
         "kind": model.kind,
-        "settings": model.settings,
+        "settings": model.settings | ({"bound": _bounds(model)} if model.kind == "sngp" else {}),
         "in_features": model.head.in_features,
         "out_features": model.head.out_features,
         "tensors": {"file": f"model-{digest[:16]}.safetensors", "sha256": digest},
@@ -106,34 +107,40 @@ def read_index(path: str | os.PathLike[str]) -> dict[str, Any]:
     try:
         index = json.loads(file.read_text(encoding="utf-8"))
         version = index["format"]
-        index["tensors"]["file"], index["tensors"]["sha256"], index["settings"], index["kind"]
-    except (ValueError, KeyError, TypeError) as error:
+        file_name, settings = str(index["tensors"]["file"]), index["settings"]
+        index["tensors"]["sha256"], settings["output"], settings["head"].items()
+        if index["kind"] not in ("sngp", "attach"):
+            raise ValueError(f"unknown kind {index['kind']!r}")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DamagedModel(f"{file} is damaged, or not written by afield: {error!r}") from error
     if version != FORMAT:
         raise DamagedModel(
             f"{file} has format {version}, written by afield {index.get('afield')}; this afield ({__version__}) reads "
             f"format {FORMAT}. Upgrade afield."
         )
-    if Path(index["tensors"]["file"]).name != index["tensors"]["file"]:
+    if Path(file_name).name != index["tensors"]["file"]:
         raise DamagedModel(f"{file} names a tensor file outside its folder: {index['tensors']['file']!r}.")
     return index
 
 
 def _rebuild(index: dict[str, Any], net: nn.Module) -> SNGP:
     settings = index["settings"]
-    if index["kind"] == "attach":
-        return convert.attach(net, output=settings["output"], **settings["head"])
-    rules = settings["bound"]
-    if isinstance(rules, list):
-        rules = {key if isinstance(key, str) else getattr(nn, key["type"]): c for key, c in rules}
     try:
+        if index["kind"] == "attach":
+            return convert.attach(net, output=settings["output"], **settings["head"])
+        rules = settings["bound"] or None
         return convert.sngp(net, rules, output=settings["output"], freeze=settings["freeze"], **settings["head"])
-    except ValueError as error:
+    except (ValueError, TypeError, KeyError) as error:
         raise DamagedModel(f"The saved model does not fit {type(net).__name__}: {error}") from error
 
 
+def _bounds(model: SNGP) -> dict[str, float]:
+    """What is bounded now, by name: rules may name a user's own types, and bounds change and fold away."""
+    return {name: next(iter(b.values())).c for name, layer in convert._layers(model.net) if (b := bounds_of(layer))}
+
+
 def _always_double(name: str) -> bool:
-    return name.endswith(("precision.data", "reference", "length_scale", *SCALARS))
+    return name.endswith(("precision.data", "reference", "length_scale", "radius", *SCALARS))
 
 
 def _write(path: Path, data: bytes) -> None:

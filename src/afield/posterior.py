@@ -37,26 +37,42 @@ def fit_posterior(
     For a gaussian likelihood with targets in the batches, the noise variance is estimated from the residuals.
     """
     head = model.head
+    if head.precision.momentum is not None and _distributed():
+        raise ValueError("Moving averages of several processes do not add up: use momentum=None.")
     with evaluating(model):
         head.reset_posterior()
-        examples = Hidden(model, _shard(loader, sharded), progress=progress)
-        if not head.random_features.adapted:
-            adapt(model, examples)
-        residuals = torch.zeros(2, dtype=torch.float64)
-        for h, target in examples:
-            head.observe(h, fast=fast)
-            if head.likelihood == "gaussian" and target is not None:
-                error = target.reshape(h.shape[0], -1).double() - head(h).double()
-                residuals += torch.tensor([float(error.square().sum()), float(error.numel())])
-        residuals = _reduce(head.precision, residuals)
-        if not head.num_observed:
-            raise ValueError("fit_posterior got an empty loader: there is nothing to fit the posterior to.")
-        if residuals[1]:
-            gram = head.precision.data[0]
-            head.set_scalars(noise=noise_variance(head, gram, float(residuals[0]), int(residuals[1])))
-        head.precision.factor(float(head.ridge), float(head.noise))
-    _warn_if_incomplete(loader, head.num_observed)
+        try:
+            _fit(model, Hidden(model, _shard(loader, sharded), progress=progress), fast)
+        except BaseException:
+            head.reset_posterior()  # part of the data is worse than none: it would answer as if it were all
+            raise
+    if not (sharded and _distributed()):  # a rank's own part says nothing about the whole
+        _warn_if_incomplete(loader, head.num_observed)
     return head.num_observed
+
+
+def _fit(model: SNGP, examples: "Hidden", fast: bool) -> None:
+    head = model.head
+    if not head.random_features.adapted:
+        adapt(model, examples)
+    residuals = torch.zeros(2, dtype=torch.float64)
+    for h, target in examples:
+        head.observe(h, fast=fast)
+        if head.likelihood == "gaussian" and target is not None:
+            target = target.reshape(h.shape[0], -1).double()
+            if target.shape[1] != head.out_features:
+                raise ValueError(
+                    f"The head has {head.out_features} outputs, the targets have {target.shape[1]} columns."
+                )
+            error = target - head(h).double()
+            residuals += torch.tensor([float(error.square().sum()), float(error.numel())], dtype=torch.float64)
+    residuals = _reduce(head.precision, residuals)
+    if not head.num_observed:
+        raise ValueError("fit_posterior got an empty loader: there is nothing to fit the posterior to.")
+    if residuals[1]:
+        gram = head.precision.data[0]
+        head.set_scalars(noise=noise_variance(head, gram, float(residuals[0]), int(residuals[1])))
+    head.precision.factor(float(head.ridge), float(head.noise))
 
 
 def update(model: SNGP, loader: Iterable[Any], *, progress: bool | None = None) -> int:
@@ -102,6 +118,9 @@ class Hidden:
         for batch in track(self.loader, "hidden features", show=self.progress):
             args, kwargs, target = split_batch(batch, self.device)
             h = self.model.hidden(*args, **kwargs)
+            target = target if isinstance(target, Tensor) else None  # file names and the like
+            if target is not None and target.shape[:1] != h.shape[:1]:
+                raise ValueError(f"A batch has {h.shape[0]} inputs and targets of shape {tuple(target.shape)}.")
             size += h.nbytes
             if size <= _CACHE_BYTES:
                 cache.append((h.cpu(), None if target is None else target.cpu()))
@@ -112,29 +131,32 @@ class Hidden:
 
 def adapt(model: SNGP, examples: Hidden) -> None:
     """Set the head's standardisation and length scale from all hidden vectors, the same on every rank."""
-    total, rows, kept = None, 0, []
+    total, rows, step, kept = None, 0, 1, torch.zeros(0)
     for h, _ in examples:
+        model.head.check_finite(h)
         moments = torch.stack(
             [torch.ones_like(h[0]).double() * h.shape[0], h.double().sum(0), h.double().square().sum(0)]
         )
         total = moments if total is None else total + moments
-        # Every batch gives some rows: a loader sorted by class would otherwise show one class only.
-        kept.append(h[:: max(1, rows // _SCALE_ROWS)])
+        # Every step-th row of all the data, so that a loader sorted by class shows all classes alike.
+        new = h[-rows % step :: step]
+        kept = torch.cat([kept, new]) if rows else new
         rows += h.shape[0]
+        while len(kept) > 2 * _SCALE_ROWS:
+            kept, step = kept[::2], 2 * step
     if _distributed():
         width = model.head.in_features
         total = torch.zeros(3, width, dtype=torch.float64, device=examples.device) if total is None else total
         dist.all_reduce(total)
         everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, torch.cat(kept).cpu() if kept else None)
-        kept = [k.to(total.device) for k in everyone if k is not None]
+        dist.all_gather_object(everyone, kept.cpu() if rows else None)
+        kept = torch.cat([k.to(total.device) for k in everyone if k is not None])
     if total is None:
         raise ValueError("The loader is empty: there is nothing to take the length scale from.")
     count, first, second = total
     mean = first / count
     std = (second / count - mean.square()).clamp_min(0).sqrt()
-    sample = torch.cat(kept)
-    model.head.random_features.adapt(sample[:: max(1, sample.shape[0] // _SCALE_ROWS)], (mean, std))
+    model.head.random_features.adapt(kept, (mean, std))
 
 
 def noise_variance(head: GaussianProcessHead, gram: Tensor, squares: float, count: int) -> float:

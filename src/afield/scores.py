@@ -7,6 +7,8 @@ energy                -log sum_k exp(m_k)
 dempster_shafer       K / (K + sum_k exp(z_k)),   z the mean-field logits, centred
 variance              v, averaged over the classes where there is one per class
 mutual_information    entropy of the mean of the members - mean entropy of the members
+
+These are pure functions. Scores that see the training features first stand in `afield.distances`.
 """
 
 import math

@@ -163,11 +163,11 @@ def _newton(problem: _Problem, tolerance: float) -> tuple[Tensor, int]:
         return float(nll) + 0.5 * float((c * pull).double().sum()), white.T @ slope + pull, logits.detach()
 
     c = (lower.T @ problem.start).to(dtype)
-    scale = float(evaluate(torch.zeros_like(c))[1].norm())
+    scale = problem.gradient_at_zero()
     loss, gradient, logits = evaluate(c)
     iterations = 0
     for _ in track(range(_MOST_ITERATIONS), "output weights", show=problem.progress):
-        size = float(gradient.norm())
+        size = float((lower @ gradient.double()).norm())  # in the weights themselves, as reported
         if size <= tolerance * scale:
             break
         bend = HESSIANS[likelihood](logits)

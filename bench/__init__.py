@@ -1,0 +1,1 @@
+"""Measurements that are too long for a test: each module says what it measures and writes its record to results/."""

@@ -1,0 +1,84 @@
+"""Do the defaults work untouched? Every toy task, three learning rates, five seeds, dense network against GP heads.
+
+    python -m bench.defaults      runs what results/defaults.jsonl lacks, on two processes, then fills docs/defaults.md
+
+A run is `afield.engine.fit` with nothing changed but the learning rate. "Far" points lie more than 1.5 training
+standard deviations from every training point; for digits they are uniform noise images.
+"""
+
+import itertools
+import json
+import multiprocessing
+import sys
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import torch
+
+from afield.batch import track
+from afield.engine import fit
+from afield.methods import METHODS
+from afield.metrics import METRICS, auroc
+from afield.tasks import TASKS
+
+ROOT = Path(__file__).parents[1]
+RECORD = ROOT / "results" / "defaults.jsonl"
+PAGE = ROOT / "docs" / "defaults.md"
+BEGIN, END = "<!-- table: python -m bench.defaults -->", "<!-- end of table -->"
+COMPARED = ("dnn", "dnn-gp", "sngp")
+RATES = (1e-4, 1e-3, 3e-3)
+SEEDS = range(5)
+
+
+def run(task_name: str, method_name: str, rate: float, seed: int) -> dict[str, Any]:
+    """Train one model; its test metrics and how it tells far points apart."""
+    torch.set_num_threads(1)
+    task, method = TASKS[task_name](seed), METHODS[method_name]
+    model = fit(task, method, seed=seed, learning_rate=rate)
+    inside = method.predict(model, task.test.tensors[0])
+    outside = method.predict(model, next(iter(task.ood.values())).tensors[0])
+    figures = {name: METRICS[name](inside, task.test.tensors[1]) for name in ("accuracy", "ece", "nll")}
+    figures |= {"auroc": auroc(inside.score(), outside.score()), "confidence_far": float(outside.confidence.mean())}
+    key = {"task": task_name, "method": method_name, "learning_rate": rate, "seed": seed}
+    return key | {name: round(value, 5) for name, value in figures.items()}
+
+
+def table(records: list[dict[str, Any]]) -> str:
+    """Markdown: one row for each task and learning rate."""
+    head = ["task", "learning rate", "dnn accuracy", "dnn-gp accuracy", "sngp accuracy", "worst gap to dnn"]
+    head += ["dnn far AUROC", "dnn-gp far AUROC", "sngp far AUROC", "sngp worst"]
+    rows = [head, ["---"] * 2 + ["---:"] * (len(head) - 2)]
+    for task, rate in itertools.product(dict.fromkeys(r["task"] for r in records), RATES):
+        of = {
+            m: [r for r in records if (r["task"], r["learning_rate"], r["method"]) == (task, rate, m)] for m in COMPARED
+        }
+        accuracy = {m: {r["seed"]: r["accuracy"] for r in rs} for m, rs in of.items()}
+        gap = max(accuracy["dnn"][s] - accuracy[m][s] for m in ("dnn-gp", "sngp") for s in accuracy["dnn"])
+        row = [task, f"{rate:g}", *[f"{mean(accuracy[m].values()):.3f}" for m in COMPARED], f"{gap:+.3f}"]
+        row += [f"{mean(r['auroc'] for r in of[m]):.3f}" for m in COMPARED]
+        rows.append([*row, f"{min(r['auroc'] for r in of['sngp']):.3f}"])
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def main() -> None:
+    RECORD.parent.mkdir(exist_ok=True)
+    records = [json.loads(line) for line in RECORD.read_text().splitlines()] if RECORD.exists() else []
+    done = {(r["task"], r["method"], r["learning_rate"], r["seed"]) for r in records}
+    wanted = [key for key in itertools.product(TASKS, COMPARED, RATES, SEEDS) if key not in done]
+    with multiprocessing.get_context("spawn").Pool(2) as pool, RECORD.open("a") as file:
+        for record in track(pool.imap_unordered(_star, wanted), "runs", total=len(wanted)):
+            file.write(json.dumps(record) + "\n")
+            file.flush()
+            records.append(record)
+    before, rest = PAGE.read_text().split(BEGIN)
+    PAGE.write_text(f"{before}{BEGIN}\n\n{table(records)}\n\n{END}{rest.split(END)[1]}")
+    print(table(records), file=sys.stdout)
+
+
+def _star(key: tuple[str, str, float, int]) -> dict[str, Any]:
+    return run(*key)
+
+
+if __name__ == "__main__":
+    main()
