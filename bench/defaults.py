@@ -9,7 +9,6 @@ standard deviations from every training point; for digits they are uniform noise
 import itertools
 import json
 import multiprocessing
-import sys
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -25,7 +24,6 @@ from afield.tasks import TASKS
 ROOT = Path(__file__).parents[1]
 RECORD = ROOT / "results" / "defaults.jsonl"
 PAGE = ROOT / "docs" / "defaults.md"
-BEGIN, END = "<!-- table: python -m bench.defaults -->", "<!-- end of table -->"
 COMPARED = ("dnn", "dnn-gp", "sngp")
 RATES = (1e-4, 1e-3, 3e-3)
 SEEDS = range(5)
@@ -48,7 +46,7 @@ def table(records: list[dict[str, Any]]) -> str:
     """Markdown: one row for each task and learning rate."""
     head = ["task", "learning rate", "dnn accuracy", "dnn-gp accuracy", "sngp accuracy", "worst gap to dnn"]
     head += ["dnn far AUROC", "dnn-gp far AUROC", "sngp far AUROC", "sngp worst"]
-    rows = [head, ["---"] * 2 + ["---:"] * (len(head) - 2)]
+    rows = [head]
     for task, rate in itertools.product(dict.fromkeys(r["task"] for r in records), RATES):
         of = {
             m: [r for r in records if (r["task"], r["learning_rate"], r["method"]) == (task, rate, m)] for m in COMPARED
@@ -58,7 +56,21 @@ def table(records: list[dict[str, Any]]) -> str:
         row = [task, f"{rate:g}", *[f"{mean(accuracy[m].values()):.3f}" for m in COMPARED], f"{gap:+.3f}"]
         row += [f"{mean(r['auroc'] for r in of[m]):.3f}" for m in COMPARED]
         rows.append([*row, f"{min(r['auroc'] for r in of['sngp']):.3f}"])
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    return markdown(rows, left=2)
+
+
+def markdown(rows: list[list[str]], *, left: int) -> str:
+    """A table whose first row is the head, and whose first `left` columns are text."""
+    rule = ["---"] * left + ["---:"] * (len(rows[0]) - left)
+    return "\n".join(f"| {' | '.join(row)} |" for row in [rows[0], rule, *rows[1:]])
+
+
+def fill(name: str, text: str) -> None:
+    """Put a table between its marks in docs/defaults.md."""
+    begin, end = f"<!-- {name} -->", f"<!-- end of {name} -->"
+    before, rest = PAGE.read_text().split(begin)
+    PAGE.write_text(f"{before}{begin}\n\n{text}\n\n{end}{rest.split(end)[1]}")
+    print(text)
 
 
 def main() -> None:
@@ -71,9 +83,7 @@ def main() -> None:
             file.write(json.dumps(record) + "\n")
             file.flush()
             records.append(record)
-    before, rest = PAGE.read_text().split(BEGIN)
-    PAGE.write_text(f"{before}{BEGIN}\n\n{table(records)}\n\n{END}{rest.split(END)[1]}")
-    print(table(records), file=sys.stdout)
+    fill("defaults", table(records))
 
 
 def _star(key: tuple[str, str, float, int]) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 import afield
 from afield import posterior
 from afield.laplace import NotFitted
-from afield.posterior import downdate, update
+from afield.posterior import downdate, merge, update
 
 few = settings(deadline=None, max_examples=15)
 LIKELIHOODS = ("categorical", "bernoulli", "gaussian", "poisson")
@@ -345,6 +345,20 @@ def test_update_is_a_refit_on_both_and_downdate_a_refit_on_the_rest(old, new, na
     same(model, fitted(model, [x]))
     assert downdate(model, x[:new].split(4)) == old
     same(model, fitted(model, [x[new:]]))
+
+
+@few
+@given(cut=st.integers(1, 59), name=st.sampled_from(LIKELIHOODS))
+def test_merged_copies_are_one_model_that_saw_both_parts(cut, name):
+    x, model = normal(60, 3), make(name, curvature="likelihood")
+    merged = fitted(model, [x[:cut]])
+    assert merge(merged, fitted(model, [x[cut:]])) == 60
+    same(merged, fitted(model, [x]))
+
+
+def test_posteriors_over_different_features_do_not_merge():
+    with pytest.raises(ValueError, match="copies of one model"):
+        merge(fitted(make(), [normal(9, 3)]), fitted(make(generator=seed(5)), [normal(9, 3)]))
 
 
 def test_update_moves_the_variance_where_the_new_examples_are():

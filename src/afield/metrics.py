@@ -41,6 +41,7 @@ from afield.calibrate import RiskCoverage, risk_coverage
 from afield.distances import check_labels
 from afield.predictive import Prediction
 from afield.registry import Registry
+from afield.scores import max_probability
 
 NUM_BINS = 15
 
@@ -203,12 +204,9 @@ def _calibration_error(confidence: Tensor, right: Tensor) -> float:
 
 
 def _risk_coverage(prediction: Prediction, target: Tensor) -> RiskCoverage:
-    """By 1 - confidence, summed up from the other classes: float32 rounds a difference from 1 to ties at zero.
-
-    Where ties are left, errors come first, so that the curve does not depend on the order of the examples.
-    """
-    probs, target = _classes(prediction, target)
-    doubt = probs.scatter(1, probs.argmax(1, keepdim=True), 0.0).sum(1)
+    """By 1 - confidence; among ties errors come first, so that the curve does not depend on the order of examples."""
+    _, target = _classes(prediction, target)
+    doubt = max_probability(prediction)
     right = prediction.labels == target
     errors_first = right.long().argsort(stable=True)
     return risk_coverage(doubt[errors_first], right[errors_first])

@@ -91,6 +91,18 @@ def downdate(model: SNGP, loader: Iterable[Any], *, progress: bool | None = None
     return _revise(model, loader, model.head.unobserve, progress)
 
 
+def merge(model: SNGP, other: SNGP) -> int:
+    """Add all examples that a copy of the same model has observed, elsewhere, exactly; returns the total.
+
+    Both must map inputs to the same features: copies of one trained model, each fitted on its own part of the data.
+    """
+    mine, theirs = model.head.random_features.state_dict(), other.head.random_features.state_dict()
+    if mine.keys() != theirs.keys() or any(not torch.equal(mine[k], theirs[k].to(mine[k].device)) for k in mine):
+        raise ValueError("Cannot merge posteriors over different random features: fit copies of one model.")
+    model.head.precision.merge(other.head.precision)
+    return model.head.num_observed
+
+
 def _revise(model: SNGP, loader: Iterable[Any], change: Any, progress: bool | None) -> int:
     if not model.head.precision.fitted:
         raise NotFitted("The posterior is not fitted: call afield.fit_posterior(model, train_loader) first.")

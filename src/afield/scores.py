@@ -24,7 +24,9 @@ Score = Callable[[Prediction], Tensor]
 
 
 def max_probability(prediction: Prediction) -> Tensor:
-    return 1 - _need(prediction, "probs").amax(-1)
+    probs = _need(prediction, "probs")
+    # The sum of the others: 1 - max would have no digits left where the model is sure.
+    return probs.scatter(-1, probs.argmax(-1, keepdim=True), 0.0).sum(-1)
 
 
 def max_logit(prediction: Prediction) -> Tensor:
