@@ -77,7 +77,8 @@ def main() -> None:
     RECORD.parent.mkdir(exist_ok=True)
     records = [json.loads(line) for line in RECORD.read_text().splitlines()] if RECORD.exists() else []
     done = {(r["task"], r["method"], r["learning_rate"], r["seed"]) for r in records}
-    wanted = [key for key in itertools.product(TASKS, COMPARED, RATES, SEEDS) if key not in done]
+    wanted = [(t, m, r, s) for m, r, t, s in itertools.product(COMPARED[::-1], RATES[::-1], TASKS, SEEDS)]
+    wanted = [key for key in wanted if key not in done]
     with multiprocessing.get_context("spawn").Pool(2) as pool, RECORD.open("a") as file:
         for record in track(pool.imap_unordered(_star, wanted), "runs", total=len(wanted)):
             file.write(json.dumps(record) + "\n")

@@ -31,8 +31,9 @@ from afield.eager import eager
 from afield.registry import Registry
 
 # The length scale as a fraction of the median distance between hidden vectors; docs/defaults.md has the evidence. A
-# fixed number collapses for many learning rates, because it knows nothing of the size of the hidden vectors.
-LENGTH_SCALE_FRACTION = 0.7
+# fixed number collapses for many learning rates, because it knows nothing of the size of the hidden vectors; a length
+# scale that went on following them runs away with them.
+LENGTH_SCALE_FRACTION = 1.0
 _MOST_PAIRED_ROWS = 1024
 
 

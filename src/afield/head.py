@@ -30,7 +30,7 @@ class GaussianProcessHead(nn.Module):
     """h (N, in_features) -> logits (N, out_features), with a posterior variance.
 
     num_random_features  D; the error of the kernel falls as D^-1/2
-    length_scale         l; None takes 0.7 of the median distance between hidden vectors: of the first training
+    length_scale         l; None takes the median distance between hidden vectors: of the first training
                          batch, or of all data with `fit_head`. With `mean`, where the kernel has only the variance
                          to carry, 0.35 of it
     ridge                r, the prior precision of each output weight

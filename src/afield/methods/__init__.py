@@ -1,7 +1,11 @@
-"""Methods: how to build, train, finish and query a model. `METHODS[name]` is one."""
+"""Methods: how to build, train, finish and query a model. `METHODS[name]` is one; a combination is one line."""
 
 from afield.methods.dense import dense
+from afield.methods.dropout import mc_dropout
+from afield.methods.ensemble import ensemble
 from afield.methods.gp import gaussian_process
+from afield.methods.gradient_penalty import gradient_penalty
+from afield.methods.isomax import isomax_plus
 from afield.methods.method import Method
 from afield.registry import Registry
 
@@ -10,5 +14,15 @@ METHODS["dnn"] = dense()
 METHODS["dnn-sn"] = dense(0.95)
 METHODS["dnn-gp"] = gaussian_process()
 METHODS["sngp"] = gaussian_process(0.95)
+METHODS["duq-gp"] = gradient_penalty(METHODS["dnn-gp"])
+METHODS["isomax-plus"] = isomax_plus()
+METHODS["mc-dropout"] = mc_dropout(METHODS["dnn"])
+METHODS["dnn-sn-dropout"] = mc_dropout(METHODS["dnn-sn"])
+METHODS["dnn-gp-dropout"] = mc_dropout(METHODS["dnn-gp"])
+METHODS["sngp-dropout"] = mc_dropout(METHODS["sngp"])
+METHODS["deep-ensemble"] = ensemble(METHODS["dnn"])
+METHODS["dnn-sn-ensemble"] = ensemble(METHODS["dnn-sn"])
+METHODS["dnn-gp-ensemble"] = ensemble(METHODS["dnn-gp"])
+METHODS["sngp-ensemble"] = ensemble(METHODS["sngp"])
 
-__all__ = ["METHODS", "Method"]
+__all__ = ["METHODS", "Method", "ensemble", "gradient_penalty", "isomax_plus", "mc_dropout"]

@@ -18,7 +18,7 @@ def dense(c: float | None = None) -> Method:
         bound_layers(net, c, skip="1")
         return net
 
-    return Method(build, _predict)
+    return Method(build, predict)
 
 
 def with_output_layer(backbone: BackboneFactory, num_outputs: int) -> nn.Sequential:
@@ -27,7 +27,7 @@ def with_output_layer(backbone: BackboneFactory, num_outputs: int) -> nn.Sequent
     return nn.Sequential(hidden, nn.Linear(int(hidden.out_features), num_outputs))  # type: ignore[arg-type]
 
 
-def _predict(model: nn.Module, x: Any) -> Prediction:
+def predict(model: nn.Module, x: Any) -> Prediction:
     with evaluating(model):
         logits = model(x)
     return Prediction(logits, probs=to_probs(logits))

@@ -1,0 +1,62 @@
+"""Deep ensemble: M models that differ only in their random numbers, each with its own predictive.
+
+    loss = sum_m loss_m(theta_m),        p(y | x) = 1/M sum_m p_m(y | x)
+
+Members share no parameter, so the gradient of the sum is each member's own gradient, and an optimiser that works
+element by element (SGD, Adam) trains M independent models; what couples them, as clipping the norm of the whole
+gradient does, would not. Members start from different weights and draw different dropout masks. They see the same
+batches in the same order, where the paper also shuffles for each.
+
+Twice the mean of p-values is a p-value, however they depend on each other (Vovk and Wang 2020): so the ensemble's
+`accept` keeps its guarantee, and is at most as eager to reject.
+"""
+
+import dataclasses
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from afield.methods.average import average, mean_of
+from afield.methods.method import BackboneFactory, Method
+from afield.predictive import Prediction
+
+
+def ensemble(method: Method, size: int = 10) -> Method:
+    """`size` models of a method, trained side by side; their model is the ModuleList of the members."""
+    if size < 1:
+        raise ValueError(f"An ensemble needs at least one member, got size={size}.")
+
+    def build(backbone: BackboneFactory, num_outputs: int) -> nn.Module:
+        members = nn.ModuleList([method.build(backbone, num_outputs) for _ in range(size)])
+        if len(list(members.parameters())) < sum(len(list(m.parameters())) for m in members):
+            raise ValueError(
+                "Members of an ensemble must not share parameters: the backbone factory must return a new network at "
+                "every call."
+            )
+        return members
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        return torch.stack([method.loss(member, batch) for member in _members(model)]).sum()
+
+    def finish(model: nn.Module, train: Iterable[Any], val: Iterable[Any]) -> None:
+        for member in _members(model):
+            method.finish(member, train, val)
+
+    def predict(model: nn.Module, x: Any) -> Prediction:
+        """Without hidden vectors: those of different members have nothing to do with each other."""
+        predictions = [method.predict(member, x) for member in _members(model)]
+        p_value = mean_of([p.p_value for p in predictions])
+        finest = max(p.finest or 0.0 for p in predictions)
+        if p_value is None or size == 1:
+            return dataclasses.replace(average(predictions), p_value=p_value, finest=finest or None)
+        p_value = (2 * p_value).clamp_max(1)
+        return dataclasses.replace(average(predictions), p_value=p_value, finest=min(1.0, 2 * finest))
+
+    return Method(build, predict, loss, finish)
+
+
+def _members(model: nn.Module) -> Iterator[nn.Module]:
+    assert isinstance(model, nn.ModuleList)
+    return iter(model)
