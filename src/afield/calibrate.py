@@ -79,6 +79,8 @@ def calibrate(
                   a network is overconfident, and calibration would believe it
     fit_fraction  the part of the data that chooses the parameters; the rest is the reference
     seed          of the permutation that cuts the data
+
+    Under torch.distributed give every rank the same data: nothing is reduced here.
     """
     head = model.head
     if not head.precision.fitted:

@@ -28,6 +28,8 @@ def with_output_layer(backbone: BackboneFactory, num_outputs: int) -> nn.Sequent
 
 
 def predict(model: nn.Module, x: Any) -> Prediction:
+    assert isinstance(model, nn.Sequential)
     with evaluating(model):
-        logits = model(x)
-    return Prediction(logits, probs=to_probs(logits))
+        hidden = model[0](x)
+        logits = model[1](hidden)
+    return Prediction(logits, probs=to_probs(logits), features=hidden)
