@@ -60,7 +60,7 @@ def test_method_contract(name: str, two_moons: Task, tmp_path: Path):
     assert all(bool(t.isfinite().all()) for t in prediction._tensors().values())
     torch.testing.assert_close(prediction.probs.sum(1), torch.ones(300))
     assert float(prediction.probs.min()) >= 0
-    assert METRICS["accuracy"](prediction, y) > 0.9
+    assert METRICS["accuracy"](prediction, y) > (0.85 if "sn" in name else 0.95)  # bounded and small, or 15 epochs
     assert not model.training
 
     assert_same(method.predict(model, x), prediction)  # neither random nor changed by predicting
