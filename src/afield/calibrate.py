@@ -26,7 +26,7 @@ from afield.batch import evaluating
 from afield.convert import SNGP
 from afield.head import GaussianProcessHead
 from afield.laplace import NotFitted
-from afield.posterior import Hidden
+from afield.posterior import Hidden, check_target
 from afield.predictive import MEAN_FIELD_FACTOR, Prediction, shrink
 from afield.registry import Registry
 
@@ -116,32 +116,6 @@ def calibrate(
     return Calibration(
         float(head.logit_scale), amplitude, float(head.noise), before, after, int(fit.numel()), int(rest.numel())
     )
-
-
-def check_target(target: Tensor, head: GaussianProcessHead) -> Tensor:
-    """Targets in the form the likelihood wants: class indices (N,), or numbers (N, K)."""
-    if head.likelihood in ("gaussian", "poisson"):
-        target = target.reshape(target.shape[0], -1).double()
-        if target.shape[1] != head.out_features:
-            raise ValueError(f"The head has {head.out_features} outputs, the targets have {target.shape[1]} columns.")
-        if not bool(torch.isfinite(target).all()) or (head.likelihood == "poisson" and bool((target < 0).any())):
-            raise ValueError(
-                f"{head.likelihood} targets must be finite{' and not negative' * (head.likelihood != 'gaussian')}."
-            )
-        return target
-    classes = max(head.out_features, 2)
-    target = target.reshape(-1) if target.dim() == 2 and target.shape[1] == 1 else target
-    whole = target.long()
-    if target.dim() != 1 or bool((whole != target).any()):
-        raise ValueError(
-            f"Class targets must be whole numbers of shape (N,), got {target.dtype} {tuple(target.shape)}."
-        )
-    if whole.numel() and not (int(whole.min()) >= 0 and int(whole.max()) < classes):
-        raise ValueError(
-            f"The model has {classes} classes (0 to {classes - 1}), the targets run from {int(whole.min())} to "
-            f"{int(whole.max())}. Is this the right output layer, or are labels numbered from 1?"
-        )
-    return whole
 
 
 def _choose(objective: Objective, *, largest: bool) -> tuple[float, float, float]:

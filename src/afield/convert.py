@@ -146,10 +146,9 @@ def sngp(
 
     A converted model comes back as a copy of itself.
     """
-    if isinstance(net, SNGP):
-        asked = {"bound": _bound_settings(bound), "output": output, "freeze": freeze, "head": _plain_options(head)}
-        return _again(net, "sngp", asked, {"bound": 0.95, "output": None, "freeze": False, "head": {}})
     settings = {"bound": _bound_settings(bound), "output": output, "freeze": freeze, "head": _plain_options(head)}
+    if isinstance(net, SNGP):
+        return _again(net, "sngp", settings, {"bound": 0.95, "output": None, "freeze": False, "head": {}})
     net, output, old = _copied(net, output)
     out_features = head.pop("out_features", old.out_features)
     new = GaussianProcessHead(old.in_features, out_features, **head)
@@ -167,11 +166,11 @@ def attach(net: nn.Module, *, output: str | None = None, **head: Any) -> SNGP:
     standardised and the length scale taken from the training data, both by `afield.fit_posterior`. Nothing trains:
     every parameter is frozen.
     """
+    settings = {"output": output, "head": _plain_options(head)}
     if isinstance(net, SNGP):
-        return _again(net, "attach", {"output": output, "head": _plain_options(head)}, {"output": None, "head": {}})
+        return _again(net, "attach", settings, {"output": None, "head": {}})
     if head.get("covariance", "shared") != "shared":
         raise ValueError('attach keeps the most probable class, which needs covariance="shared".')
-    settings = {"output": output, "head": _plain_options(head)}
     net, output, old = _copied(net, output)
     options = {"normalize_input": "standardize", **head}
     if "likelihood" not in options and old.out_features == 1:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save
+from safetensors.torch import load, save
 from torch import nn
 
 from afield import convert
@@ -73,11 +73,11 @@ def load_model(path: str | os.PathLike[str], net: nn.Module) -> SNGP:
     file = folder / index["tensors"]["file"]
     if not file.is_file():
         raise DamagedModel(f"{folder} is incomplete: {file.name} is missing. Save the model again.")
-    payload_hash = hashlib.sha256(file.read_bytes()).hexdigest()
-    if payload_hash != index["tensors"]["sha256"]:
+    payload = file.read_bytes()
+    if hashlib.sha256(payload).hexdigest() != index["tensors"]["sha256"]:
         raise DamagedModel(f"{file} is damaged or truncated: its hash does not match {INDEX}. Save the model again.")
     try:
-        tensors = load_file(file)
+        tensors = load(payload)
     except SafetensorError as error:
         raise DamagedModel(f"{file} is not a safetensors file: {error}") from error
     model = _rebuild(index, net)

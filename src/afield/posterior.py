@@ -59,12 +59,7 @@ def _fit(model: SNGP, examples: "Hidden", fast: bool) -> None:
     for h, target in examples:
         head.observe(h, fast=fast)
         if head.likelihood == "gaussian" and target is not None:
-            target = target.reshape(h.shape[0], -1).double()
-            if target.shape[1] != head.out_features:
-                raise ValueError(
-                    f"The head has {head.out_features} outputs, the targets have {target.shape[1]} columns."
-                )
-            error = target - head(h).double()
+            error = check_target(target, head) - head(h).double()
             residuals += torch.tensor([float(error.square().sum()), float(error.numel())], dtype=torch.float64)
     residuals = _reduce(head.precision, residuals)
     if not head.num_observed:
@@ -141,14 +136,39 @@ class Hidden:
             self._cache = cache
 
 
+def check_target(target: Tensor, head: GaussianProcessHead) -> Tensor:
+    """Targets in the form the likelihood wants: class indices (N,), or numbers (N, K)."""
+    if head.likelihood in ("gaussian", "poisson"):
+        target = target.reshape(target.shape[0], -1).double()
+        if target.shape[1] != head.out_features:
+            raise ValueError(f"The head has {head.out_features} outputs, the targets have {target.shape[1]} columns.")
+        if not bool(torch.isfinite(target).all()) or (head.likelihood == "poisson" and bool((target < 0).any())):
+            raise ValueError(
+                f"{head.likelihood} targets must be finite{' and not negative' * (head.likelihood != 'gaussian')}."
+            )
+        return target
+    classes = max(head.out_features, 2)
+    target = target.reshape(-1) if target.dim() == 2 and target.shape[1] == 1 else target
+    whole = target.long()
+    if target.dim() != 1 or bool((whole != target).any()):
+        raise ValueError(
+            f"Class targets must be whole numbers of shape (N,), got {target.dtype} {tuple(target.shape)}."
+        )
+    if whole.numel() and not (int(whole.min()) >= 0 and int(whole.max()) < classes):
+        raise ValueError(
+            f"The model has {classes} classes (0 to {classes - 1}), the targets run from {int(whole.min())} to "
+            f"{int(whole.max())}. Is this the right output layer, or are labels numbered from 1?"
+        )
+    return whole
+
+
 def adapt(model: SNGP, examples: Hidden) -> None:
     """Set the head's standardisation and length scale from all hidden vectors, the same on every rank."""
     total, rows, step, kept = None, 0, 1, torch.zeros(0)
     for h, _ in examples:
         model.head.check_finite(h)
-        moments = torch.stack(
-            [torch.ones_like(h[0]).double() * h.shape[0], h.double().sum(0), h.double().square().sum(0)]
-        )
+        double = h.double()
+        moments = torch.stack([double.new_full(h.shape[1:], h.shape[0]), double.sum(0), double.square().sum(0)])
         total = moments if total is None else total + moments
         # Every step-th row of all the data, so that a loader sorted by class shows all classes alike.
         new = h[-rows % step :: step]

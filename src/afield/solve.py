@@ -10,6 +10,7 @@ weights that are optimal for it. The problem is convex, on one cached pass over 
                curvature of a softmax or sigmoid lies between 0 and 1 and few products are needed
 """
 
+import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -19,11 +20,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from afield.batch import evaluating, track
-from afield.calibrate import check_target
 from afield.convert import SNGP
 from afield.head import GaussianProcessHead
 from afield.laplace import CURVATURES
-from afield.posterior import Hidden, adapt, noise_variance
+from afield.posterior import Hidden, adapt, check_target, noise_variance
 from afield.registry import Registry
 
 _MOST_ITERATIONS = 200
@@ -50,15 +50,15 @@ class _Problem:
     head: GaussianProcessHead
     progress: bool | None
 
-    def gram(self, weights: Tensor | None = None) -> Tensor:
-        total = torch.diag(self.penalty)
-        rows = self.phi.shape[0]
-        w = torch.ones(rows, dtype=torch.float64, device=self.phi.device) if weights is None else weights
-        for phi, part in zip(self.phi.split(8192), w.split(8192), strict=True):
+    def gram(self) -> Tensor:
+        """Phi^T Phi, in float64."""
+        total = torch.zeros_like(torch.diag(self.penalty))
+        for phi in self.phi.split(8192):
             double = phi.double()
-            total += (double * part[:, None]).T @ double
+            total += double.T @ double
         return total
 
+    @functools.cached_property
     def gradient_at_zero(self) -> float:
         return max(float(self.loss_and_gradient(torch.zeros_like(self.start))[1].norm()), 1e-300)
 
@@ -97,8 +97,7 @@ def fit_head(model: SNGP, loader: Iterable[Any], *, tolerance: float = 1e-4, pro
         for h, target in examples:
             if target is None:
                 raise ValueError("fit_head expects batches of (inputs, target), got a batch without a target.")
-            if not bool(torch.isfinite(h).all()):
-                raise ValueError("Hidden features must be finite, got NaN or infinity: look at inputs and backbone.")
+            head.check_finite(h)
             phis.append(head.features(h))
             targets.append(target)
         if not phis:
@@ -112,7 +111,7 @@ def fit_head(model: SNGP, loader: Iterable[Any], *, tolerance: float = 1e-4, pro
         assert isinstance(head.weight, Tensor)
         head.weight.copy_(weights.T)
         head.reset_posterior()  # it belonged to other weights
-        count, scale = problem.phi.shape[0], problem.gradient_at_zero()
+        count, scale = problem.phi.shape[0], problem.gradient_at_zero
     return HeadFit(float(loss) / count, float(gradient.norm()) / scale, iterations, count)
 
 
@@ -128,26 +127,26 @@ def _problem(head: GaussianProcessHead, phi: Tensor, target: Tensor, progress: b
 
 def _gaussian(problem: _Problem, tolerance: float) -> tuple[Tensor, int]:
     head, phi, y = problem.head, problem.phi, problem.target
-    gram = problem.gram() - torch.diag(problem.penalty)
+    gram, penalty = problem.gram(), torch.diag(problem.penalty)
     right = sum(p.double().T @ t for p, t in zip(phi.split(8192), y.split(8192), strict=True))
     weights = problem.start
     for iterations in range(1, 101):  # noqa: B007 (reported)
         noise = float(head.noise)
-        weights = torch.linalg.solve(gram + noise * torch.diag(problem.penalty), right)
+        weights = torch.linalg.solve(gram + noise * penalty, right)
         squares = float((y - problem.forward(weights)).square().sum())
         head.set_scalars(
             noise=noise_variance(head, gram[: head.weight.shape[1], : head.weight.shape[1]], squares, y.numel())
         )
         if abs(float(head.noise) / noise - 1) < 1e-9:
             break
-    weights = torch.linalg.solve(gram + float(head.noise) * torch.diag(problem.penalty), right)
+    weights = torch.linalg.solve(gram + float(head.noise) * penalty, right)
     return weights, iterations
 
 
 def _newton(problem: _Problem, tolerance: float) -> tuple[Tensor, int]:
     """Newton with conjugate gradients in whitened coordinates, products in the model's dtype."""
     dtype, likelihood = problem.phi.dtype, problem.head.likelihood
-    gram = problem.gram()
+    gram = problem.gram() + torch.diag(problem.penalty)
     gram.diagonal().add_(1e-9 * float(gram.diagonal().amax()))  # a constant that copies a feature
     lower = torch.linalg.cholesky(gram)
     inverse = torch.linalg.solve_triangular(lower, torch.eye(len(lower)).to(lower), upper=False)
@@ -163,7 +162,7 @@ def _newton(problem: _Problem, tolerance: float) -> tuple[Tensor, int]:
         return float(nll) + 0.5 * float((c * pull).double().sum()), white.T @ slope + pull, logits.detach()
 
     c = (lower.T @ problem.start).to(dtype)
-    scale = problem.gradient_at_zero()
+    scale = problem.gradient_at_zero
     loss, gradient, logits = evaluate(c)
     iterations = 0
     for _ in track(range(_MOST_ITERATIONS), "output weights", show=problem.progress):
