@@ -1,51 +1,192 @@
 """The command line, as a user meets it."""
 
-import struct
+import os
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from afield.apps.cli import main
+from afield import runs
+from afield.apps.cli import COMMANDS, main
+from afield.apps.settings import meanings, page
+from afield.apps.sweep import Trial, choose
+from afield.experiment import Config
+from afield.tasks import TASKS, Settings
 from afield.version import __version__
 
+ROOT = Path(__file__).parents[1]
+TINY = ("--preset", "smoke", "--epochs", "1")
 
-def test_demo_prints_a_table_and_writes_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    main(["demo", "--out", str(tmp_path / "out"), "--epochs", "2"])
-    said = capsys.readouterr().out
+
+def said(capsys: pytest.CaptureFixture[str]) -> str:
+    return capsys.readouterr().out
+
+
+def test_demo_prints_a_table_and_writes_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    main(["demo", "--out", str(tmp_path / "out"), "--epochs", "1", "--jobs", "1"])
+    text = said(capsys)
     for name in ("dnn", "dnn-sn", "dnn-gp", "sngp", "AUROC", "NLL"):
-        assert name in said
-    picture = tmp_path / "out" / "two-moons.png"
-    assert str(picture) in said.replace("\n", "")
-    header = picture.read_bytes()[:24]
-    width, height = struct.unpack(">II", header[16:24])
-    assert header.startswith(b"\x89PNG")
-    assert width > 3 * height > 0
-    assert list(picture.parent.iterdir()) == [picture]
+        assert name in text
+    page = tmp_path / "out" / "report" / "index.html"
+    assert str(page) in text.replace("\n", "")
+    assert "two-moons" in page.read_text(encoding="utf-8")
 
 
 def test_version(capsys: pytest.CaptureFixture[str]):
     main(["--version"])
-    assert capsys.readouterr().out == f"afield {__version__}\n"
+    assert said(capsys) == f"afield {__version__}\n"
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["demo", "--help"], []])
+@pytest.mark.parametrize("arguments", [["--help"], [], *([name, "--help"] for name in COMMANDS)])
 def test_help(arguments: list[str], capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit) as stop:
         main(arguments)
     assert stop.value.code == 0
-    assert "demo" in capsys.readouterr().out
+    assert (arguments[0] if arguments and arguments[0] in COMMANDS else "demo") in said(capsys)
+
+
+def test_help_of_a_task_shows_its_own_settings(capsys: pytest.CaptureFixture[str]):
+    for arguments, expected in (
+        (["train", "toy-regression", "--help"], "(default: 200)"),
+        (["train", "toy-regression", "--preset", "smoke", "--help"], "(default: 2)"),
+    ):
+        with pytest.raises(SystemExit):
+            main(arguments)
+        text = said(capsys)
+        assert expected in text
+        assert "two-moons" in text
+        assert "deep-ensemble" in text
+
+
+def test_train_then_evaluate(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    arguments = ["train", "two-moons", *TINY, "--out", str(tmp_path), "--method", "sngp", "--ridge", "0.5"]
+    main(arguments)
+    text = said(capsys)
+    assert "accuracy/clean" in text
+    assert "parameters" in text
+    folder = tmp_path / "two-moons" / "sngp" / "0"
+    run = runs.read(folder)
+    assert (run.config["ridge"], run.config["epochs"]) == (0.5, 1)
+    main([*arguments[:-1], "0.5"])  # is there already
+    assert f"{run.metrics['accuracy/clean']:.4f}" in said(capsys)
+
+    np.savez(tmp_path / "mine.npz", x=np.full((20, 2), 50.0, dtype=np.float32))
+    main(["evaluate", str(folder), "--ood", str(tmp_path / "mine.npz")])
+    text = said(capsys)
+    assert "auroc/mine" in text
+    assert f"{run.metrics['nll/clean']:.4f}" in text
+    assert "fpr95/far/entropy" not in text
+    main(["evaluate", str(folder), "--all"])
+    assert "fpr95/far/entropy" in said(capsys)
+
+
+def test_config_file_starts_the_same_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    asked = Config.of("two-ovals", "dnn", preset="smoke", epochs=1, bound=None, seed=4)
+    (tmp_path / "mine.toml").write_text(runs.to_toml(asked.to_dict()))
+    main(["train", "--config", str(tmp_path / "mine.toml"), "--out", str(tmp_path / "a")])
+    main(["train", f"--config={tmp_path / 'mine.toml'}", "--out", str(tmp_path / "b"), "--batch-size", "64"])
+    assert Config.from_dict(runs.read(tmp_path / "a" / asked.folder).config) == asked
+    changed = runs.read(tmp_path / "b" / asked.folder).config
+    assert (changed["batch_size"], changed["seed"]) == (64, 4)
 
 
 @pytest.mark.parametrize(
-    ("task", "message"),
-    [("two-mons", "Unknown task 'two-mons'. Did you mean 'two-moons'"), ("digits", "digits has 64 dimensions")],
+    ("arguments", "message"),
+    [
+        (["demo", "--task", "two-mons"], "Unknown task 'two-mons'. Did you mean 'two-moons'"),
+        (["demo", "--task", "digits"], "The demo draws tasks in the plane, such as two-moons, not digits"),
+        (["train", "two-mons"], "Unknown task 'two-mons'"),
+        (["train", "two-moons", "--method", "sgnp"], "Unknown method 'sgnp'"),
+        (["train", "two-moons", "--preset", "huge"], "Unknown preset 'huge': expected one of smoke, small, paper"),
+        (["evaluate", "nowhere"], "nowhere is not a finished run"),
+        (["reproduce", "tyo"], "Unknown suite 'tyo'. Did you mean 'toy'"),
+        (["reproduce", "toy", "--preset", "huge"], "Unknown preset 'huge'"),
+        (["report", "nowhere"], "nowhere"),
+        (["sweep", "two-moons", "--method", "dnn", "--preset", "smoke"], "Gaussian-process head"),
+    ],
 )
-def test_bad_task_is_one_clear_line(task: str, message: str, tmp_path: Path):
-    with pytest.raises(SystemExit, match=message):
-        main(["demo", "--task", task, "--out", str(tmp_path)])
+def test_bad_input_is_one_clear_line(
+    arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit, match=f"^afield: .*{message}"):
+        main(arguments)
 
 
 def test_unwritable_folder_is_one_clear_line(tmp_path: Path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(SystemExit, match=r"afield: .*file"):
-        main(["demo", "--epochs", "1", "--out", str(tmp_path / "file")])
+    with pytest.raises(SystemExit, match=r"^afield: .*file"):
+        main(["train", "two-moons", *TINY, "--out", str(tmp_path / "file")])
+
+
+def test_ctrl_c_says_how_to_go_on(tmp_path: Path):
+    command = [sys.executable, "-m", "afield.apps.cli", "train", "two-moons", "--method", "dnn", "--out", str(tmp_path)]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    checkpoint = tmp_path / "two-moons" / "dnn" / "0" / "checkpoint.pt"
+    deadline = time.monotonic() + 120
+    while not checkpoint.exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert checkpoint.exists()
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert errors.strip().splitlines()[-1].startswith("afield: stopped. The same command goes on")
+    assert "Traceback" not in errors
+    assert not runs.finished(checkpoint.parent)
+
+
+def test_reproduce_goes_on_and_writes_the_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    arguments = ["reproduce", "toy", "--preset", "smoke", "--methods", "dnn", "--jobs", "1", "--out", str(tmp_path)]
+    main(arguments)
+    assert "3 runs" in said(capsys)
+    assert {r.task for r in runs.find(tmp_path)} == {"toy-regression", "two-moons", "two-ovals"}
+    stamps = {r.folder: (r.folder / "metrics.json").stat().st_mtime_ns for r in runs.find(tmp_path)}
+    main([*arguments, "--seeds", "2"])
+    after = {r.folder: (r.folder / "metrics.json").stat().st_mtime_ns for r in runs.find(tmp_path)}
+    assert len(after) == 6
+    assert stamps.items() <= after.items()
+    assert (tmp_path / "report" / "index.html").is_file()
+
+
+# Sweeps
+
+
+def test_choice_is_the_smallest_bound_that_keeps_the_accuracy_then_the_best_nll():
+    trials = [
+        Trial(bound, amplitude, accuracy, nll, 400)
+        for bound, accuracy in ((0.5, 0.80), (0.9, 0.945), (2.0, 0.95))
+        for amplitude, nll in ((None, 0.3), (1.0, 0.2), (10.0, 0.4))
+    ]
+    assert choose(trials) == Trial(0.9, 1.0, 0.945, 0.2, 400)  # one standard error is 0.011
+    assert choose([t for t in trials if t.bound != 0.9]).bound == 2.0
+
+
+def test_sweep_goes_on_and_writes_a_config_for_train(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    arguments = ["sweep", "two-moons", *TINY, "--out", str(tmp_path), "--amplitudes", "1.0"]
+    main([*arguments, "--bounds", "0.9"])
+    assert "chosen" in said(capsys)
+    (first,) = tmp_path.rglob("metrics.json")
+    stamp = first.stat().st_mtime_ns
+    main([*arguments, "--bounds", "0.9", "2.0"])
+    assert first.stat().st_mtime_ns == stamp
+    (choice,) = tmp_path.rglob("choice.toml")
+    main(["train", "--config", str(choice), "--out", str(tmp_path / "chosen")])
+    (trained,) = runs.find(tmp_path / "chosen")
+    assert trained.config["bound"] in (0.9, 2.0)
+
+
+# Settings
+
+
+def test_settings_page_is_up_to_date(capsys: pytest.CaptureFixture[str]):
+    main(["settings"])
+    text = said(capsys)
+    assert text == page() == (ROOT / "docs" / "settings.md").read_text(encoding="utf-8"), (
+        "run: afield settings > docs/settings.md"
+    )
+    assert set(meanings()) == set(Settings.__dataclass_fields__)
+    assert all(name in text for name in TASKS)

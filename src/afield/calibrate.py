@@ -12,6 +12,7 @@ The held-out data is cut in two by a fixed permutation. One part chooses the par
 the reference for p-values. A score chosen by looking at its own reference would void the guarantee.
 """
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -71,12 +72,19 @@ class Calibration:
 
 
 def calibrate(
-    model: SNGP, loader: Iterable[Any], *, fit_fraction: float = 2 / 3, seed: int = 0, progress: bool | None = None
+    model: SNGP,
+    loader: Iterable[Any],
+    *,
+    amplitude: float | None = None,
+    fit_fraction: float = 2 / 3,
+    seed: int = 0,
+    progress: bool | None = None,
 ) -> Calibration:
     """Fit logit scale and amplitude (regression: noise and amplitude) and keep reference scores for p-values.
 
     loader        batches (inputs, target) of in-domain data that the network has not seen. On its own training data
                   a network is overconfident, and calibration would believe it
+    amplitude     a positive number to keep, instead of the fitted one
     fit_fraction  the part of the data that chooses the parameters; the rest is the reference
     seed          of the permutation that cuts the data
 
@@ -85,6 +93,8 @@ def calibrate(
     head = model.head
     if not head.precision.fitted:
         raise NotFitted("The posterior is not fitted: call afield.fit_posterior(model, train_loader) before calibrate.")
+    if amplitude is not None and not 0 < amplitude < math.inf:
+        raise ValueError(f"amplitude must be positive and finite, got {amplitude}.")
     if not 0 < fit_fraction < 1:
         raise ValueError(f"fit_fraction must lie strictly between 0 and 1, got {fit_fraction}.")
     with evaluating(model):
@@ -103,6 +113,8 @@ def calibrate(
         cut = min(hidden.shape[0] - 1, max(1, round(fit_fraction * hidden.shape[0])))
         fit, rest = order[:cut], order[cut:]
         objective = OBJECTIVES[head.likelihood](head, hidden[fit], target[fit])
+        if amplitude is not None:
+            objective = dataclasses.replace(objective, grid=np.array([amplitude**2]))
         current = float(head.noise if head.likelihood == "gaussian" else head.logit_scale)
         before = float(objective.loss(current, float(head.amplitude) ** 2).mean())
         nuisance, amplitude, after = _choose(objective, largest=head.likelihood in ("categorical", "bernoulli"))

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler, Subset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler, Subset, default_collate
 
 from afield.batch import device_of, evaluating, split_batch, track
 from afield.convert import SNGP
@@ -239,7 +239,7 @@ def _shard(loader: Iterable[Any], sharded: bool | None) -> Iterable[Any]:
         part,
         batch_sampler=BatchSampler(SequentialSampler(part), size, drop_last=False),
         num_workers=loader.num_workers,
-        collate_fn=loader.collate_fn,
+        collate_fn=default_collate if loader.batch_sampler is None else loader.collate_fn,
         pin_memory=loader.pin_memory,
     )
 

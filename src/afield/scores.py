@@ -7,6 +7,7 @@ energy                -log sum_k exp(m_k)
 dempster_shafer       K / (K + sum_k exp(z_k)),   z the mean-field logits, centred
 variance              v, averaged over the classes where there is one per class
 mutual_information    entropy of the mean of the members - mean entropy of the members
+min_distance          min_k d_k, of a model whose logits are minus its distances d to prototypes (IsoMax+)
 
 These are pure functions. Scores that see the training features first stand in `afield.distances`.
 """
@@ -58,6 +59,12 @@ def mutual_information(prediction: Prediction) -> Tensor:
     return _entropy(members.mean(0)) - _entropy(members).mean(0)
 
 
+def min_distance(prediction: Prediction) -> Tensor:
+    if bool((prediction.logits > 0).any()):
+        raise ValueError("min_distance needs logits that are minus distances, as isomax-plus has, got positive ones.")
+    return max_logit(prediction)
+
+
 SCORES: Registry[Score] = Registry(
     "score",
     max_probability=max_probability,
@@ -67,6 +74,7 @@ SCORES: Registry[Score] = Registry(
     dempster_shafer=dempster_shafer,
     variance=variance,
     mutual_information=mutual_information,
+    min_distance=min_distance,
 )
 
 

@@ -1,9 +1,14 @@
 """Methods: how to build, train, finish and query a model. `METHODS[name]` is one; a combination is one line."""
 
+from afield.methods.augmix import augmix
 from afield.methods.dense import dense
 from afield.methods.dropout import mc_dropout
 from afield.methods.ensemble import ensemble
 from afield.methods.gp import gaussian_process
+from afield.methods.gp_exact import gp_exact
+from afield.methods.gp_hmc import gp_hmc
+from afield.methods.gp_random_features import gp_random_features
+from afield.methods.gp_variational import gp_variational
 from afield.methods.gradient_penalty import gradient_penalty
 from afield.methods.isomax import isomax_plus
 from afield.methods.method import Method
@@ -11,9 +16,9 @@ from afield.registry import Registry
 
 METHODS: Registry[Method] = Registry("method")
 METHODS["dnn"] = dense()
-METHODS["dnn-sn"] = dense(0.95)
+METHODS["dnn-sn"] = dense(bounded=True)
 METHODS["dnn-gp"] = gaussian_process()
-METHODS["sngp"] = gaussian_process(0.95)
+METHODS["sngp"] = gaussian_process(bounded=True)
 METHODS["duq-gp"] = gradient_penalty(METHODS["dnn-gp"])
 METHODS["isomax-plus"] = isomax_plus()
 METHODS["mc-dropout"] = mc_dropout(METHODS["dnn"])
@@ -24,5 +29,13 @@ METHODS["deep-ensemble"] = ensemble(METHODS["dnn"])
 METHODS["dnn-sn-ensemble"] = ensemble(METHODS["dnn-sn"])
 METHODS["dnn-gp-ensemble"] = ensemble(METHODS["dnn-gp"])
 METHODS["sngp-ensemble"] = ensemble(METHODS["sngp"])
+METHODS["dnn-augmix"] = augmix(METHODS["dnn"])
+METHODS["dnn-sn-augmix"] = augmix(METHODS["dnn-sn"])
+METHODS["dnn-gp-augmix"] = augmix(METHODS["dnn-gp"])
+METHODS["sngp-augmix"] = augmix(METHODS["sngp"])
+METHODS["gp-exact"] = gp_exact()
+METHODS["gp-random-features"] = gp_random_features()
+METHODS["gp-variational"] = gp_variational()
+METHODS["gp-hmc"] = gp_hmc()
 
-__all__ = ["METHODS", "Method", "ensemble", "gradient_penalty", "isomax_plus", "mc_dropout"]
+__all__ = ["METHODS", "Method", "augmix", "ensemble", "gradient_penalty", "isomax_plus", "mc_dropout"]

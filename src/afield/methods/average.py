@@ -2,8 +2,9 @@
 
     p(y | x) = 1/M sum_m p_m(y | x),       p_m after its own predictive: its own variance, scale and mean field
 
-Logits and variances are averaged as well, so that scores made of them read the average member. How much the members
-disagree is not in the variance: it is in `members`, for the mutual information.
+For classes, logits and variances are averaged as well, so that scores made of them read the average member; how much
+the members disagree is not in the variance, it is in `members`, for the mutual information. For real targets the
+mixture has a variance of its own, the members' mean variance plus the variance of their means.
 """
 
 from collections.abc import Sequence
@@ -15,19 +16,21 @@ from afield.predictive import Prediction
 
 
 def average(predictions: Sequence[Prediction]) -> Prediction:
-    """One prediction with `members` (M, N, C). Hidden vectors and p-values are left to the caller."""
+    """One prediction, with `members` (M, N, C) for classes. Hidden vectors and p-values are left to the caller."""
+    likelihood = predictions[0].likelihood
+    outputs = torch.stack([p.logits for p in predictions])
+    variance = mean_of([p.variance for p in predictions])
+    if likelihood == "gaussian":
+        spread = outputs.var(0, correction=0)
+        if variance is None:
+            raise ValueError("Averaging gaussian predictions needs their variance.")
+        within = variance[:, None] if variance.dim() == 1 else variance
+        noise = sum(p.noise or 0.0 for p in predictions) / len(predictions)
+        return Prediction(outputs.mean(0), spread + within, noise=noise, likelihood=likelihood)
     probs = _stacked([p.probs for p in predictions])
     if probs is None:
-        raise ValueError(
-            f"Averaging needs class probabilities, which {predictions[0].likelihood} predictions do not have."
-        )
-    return Prediction(
-        torch.stack([p.logits for p in predictions]).mean(0),
-        mean_of([p.variance for p in predictions]),
-        probs.mean(0),
-        probs,
-        likelihood=predictions[0].likelihood,
-    )
+        raise ValueError(f"Averaging expects class probabilities or gaussian targets, got {likelihood} predictions.")
+    return Prediction(outputs.mean(0), variance, probs.mean(0), probs, likelihood=likelihood)
 
 
 def mean_of(tensors: Sequence[Tensor | None]) -> Tensor | None:

@@ -1,35 +1,67 @@
 """Dense output layer: `dnn`, and `dnn-sn` with bounded hidden layers."""
 
+from collections.abc import Iterable
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from afield.batch import evaluating
-from afield.convert import bound_layers
+from afield.convert import BoundRules, bound_layers
 from afield.methods.method import BackboneFactory, Method
 from afield.predictive import Prediction, to_probs
+from afield.tasks.task import Settings
+
+_OUTPUT = "1"
 
 
-def dense(c: float | None = None) -> Method:
-    """A network with a dense output layer; every hidden layer is bounded by c unless that is None."""
+class Dense(nn.Sequential):
+    """A backbone and a Linear. For real targets it has a noise variance, which `finish` takes from validation data."""
 
-    def build(backbone: BackboneFactory, num_outputs: int) -> nn.Module:
-        net = with_output_layer(backbone, num_outputs)
-        bound_layers(net, c, skip="1")
+    noise: Tensor
+
+    def __init__(self, backbone: BackboneFactory, num_outputs: int, settings: Settings) -> None:
+        if settings.likelihood not in ("categorical", "gaussian"):
+            raise ValueError(f"Methods expect categorical or gaussian targets, got {settings.likelihood}.")
+        hidden = backbone()
+        super().__init__(hidden, nn.Linear(int(hidden.out_features), num_outputs))  # type: ignore[arg-type]
+        self.likelihood = settings.likelihood
+        self.register_buffer("noise", torch.ones((), dtype=torch.float64))
+
+
+def dense(*, bounded: bool = False) -> Method:
+    """A network with a dense output layer; `bounded`: hidden layers have the settings' bound."""
+
+    def build(backbone: BackboneFactory, num_outputs: int, settings: Settings = Settings(), /) -> nn.Module:
+        net = Dense(backbone, num_outputs, settings)
+        bound_layers(net, bound_rules(settings) if bounded else None, skip=_OUTPUT)
         return net
 
-    return Method(build, predict)
+    return Method(build, predict, finish=fit_noise)
 
 
-def with_output_layer(backbone: BackboneFactory, num_outputs: int) -> nn.Sequential:
-    """The backbone followed by a Linear."""
-    hidden = backbone()
-    return nn.Sequential(hidden, nn.Linear(int(hidden.out_features), num_outputs))  # type: ignore[arg-type]
+def bound_rules(settings: Settings) -> BoundRules:
+    """What is bounded in a network whose part 0 is the backbone."""
+    if not settings.bounded or settings.bound is None:
+        return settings.bound
+    return {f"0.{name}": settings.bound for name in settings.bounded}
 
 
 def predict(model: nn.Module, x: Any) -> Prediction:
     assert isinstance(model, nn.Sequential)
     with evaluating(model):
         hidden = model[0](x)
-        logits = model[1](hidden)
-    return Prediction(logits, probs=to_probs(logits), features=hidden)
+        output = model[1](hidden)
+    if isinstance(model, Dense) and model.likelihood == "gaussian":
+        variance = torch.zeros_like(output[:, 0])
+        return Prediction(output, variance, features=hidden, noise=float(model.noise), likelihood="gaussian")
+    return Prediction(output, probs=to_probs(output), features=hidden)
+
+
+def fit_noise(model: nn.Module, train: Iterable[Any], val: Iterable[Any], settings: Settings = Settings(), /) -> None:
+    """The noise of a gaussian model: its mean squared error on data that it was not trained on."""
+    assert isinstance(model, Dense)
+    if model.likelihood != "gaussian":
+        return
+    squares = [(predict(model, x).logits - y.reshape(len(y), -1)).double().square() for x, y in val]
+    model.noise.copy_(torch.cat(squares).mean())

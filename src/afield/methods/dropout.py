@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from afield.methods.average import average, mean_of
 from afield.methods.method import BackboneFactory, Method
 from afield.predictive import Prediction
+from afield.tasks.task import Settings
 
 _SAMPLING: ContextVar[torch.Generator | None] = ContextVar("generator of dropout masks", default=None)
 
@@ -36,8 +37,8 @@ def mc_dropout(method: Method, samples: int = 10, *, filter_wise: bool = False, 
     if samples < 1:
         raise ValueError(f"mc_dropout needs at least one sample, got samples={samples}.")
 
-    def build(backbone: BackboneFactory, num_outputs: int) -> nn.Module:
-        model = method.build(backbone, num_outputs)
+    def build(backbone: BackboneFactory, num_outputs: int, settings: Settings = Settings(), /) -> nn.Module:
+        model = method.build(backbone, num_outputs, settings)
         if not _replace_dropout(model, filter_wise):
             raise ValueError("mc_dropout expects a backbone with dropout layers (nn.Dropout, nn.Dropout2d), got none.")
         return model

@@ -12,15 +12,16 @@ Twice the mean of p-values is a p-value, however they depend on each other (Vovk
 """
 
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from afield.methods.average import average, mean_of
-from afield.methods.method import BackboneFactory, Method
+from afield.methods.method import BackboneFactory, Members, Method
 from afield.predictive import Prediction
+from afield.tasks.task import Settings
 
 
 def ensemble(method: Method, size: int = 10) -> Method:
@@ -28,8 +29,8 @@ def ensemble(method: Method, size: int = 10) -> Method:
     if size < 1:
         raise ValueError(f"An ensemble needs at least one member, got size={size}.")
 
-    def build(backbone: BackboneFactory, num_outputs: int) -> nn.Module:
-        members = nn.ModuleList([method.build(backbone, num_outputs) for _ in range(size)])
+    def build(backbone: BackboneFactory, num_outputs: int, settings: Settings = Settings(), /) -> nn.Module:
+        members = nn.ModuleList([method.build(backbone, num_outputs, settings) for _ in range(size)])
         if len(list(members.parameters())) < sum(len(list(m.parameters())) for m in members):
             raise ValueError(
                 "Members of an ensemble must not share parameters: the backbone factory must return a new network at "
@@ -38,23 +39,29 @@ def ensemble(method: Method, size: int = 10) -> Method:
         return members
 
     def loss(model: nn.Module, batch: Any) -> Tensor:
+        assert method.loss is not None
         return torch.stack([method.loss(member, batch) for member in _members(model)]).sum()
 
-    def finish(model: nn.Module, train: Iterable[Any], val: Iterable[Any]) -> None:
+    def finish(model: nn.Module, train: Iterable[Any], val: Iterable[Any], settings: Settings = Settings(), /) -> None:
         for member in _members(model):
-            method.finish(member, train, val)
+            method.finish(member, train, val, settings)
 
     def predict(model: nn.Module, x: Any) -> Prediction:
-        """Without hidden vectors: those of different members have nothing to do with each other."""
-        predictions = [method.predict(member, x) for member in _members(model)]
-        p_value = mean_of([p.p_value for p in predictions])
-        finest = max(p.finest or 0.0 for p in predictions)
-        if p_value is None or size == 1:
-            return dataclasses.replace(average(predictions), p_value=p_value, finest=finest or None)
-        p_value = (2 * p_value).clamp_max(1)
-        return dataclasses.replace(average(predictions), p_value=p_value, finest=min(1.0, 2 * finest))
+        return combine([method.predict(member, x) for member in _members(model)])
 
-    return Method(build, predict, loss, finish)
+    return Method(
+        build, predict, loss if method.loss else None, finish, method.transform, Members(method, size, combine)
+    )
+
+
+def combine(predictions: Sequence[Prediction]) -> Prediction:
+    """The members' predictions as one; without hidden vectors, which members do not share."""
+    p_value = mean_of([p.p_value for p in predictions])
+    finest = max(p.finest or 0.0 for p in predictions)
+    if p_value is None or len(predictions) == 1:
+        return dataclasses.replace(average(predictions), p_value=p_value, finest=finest or None)
+    p_value = (2 * p_value).clamp_max(1)
+    return dataclasses.replace(average(predictions), p_value=p_value, finest=min(1.0, 2 * finest))
 
 
 def _members(model: nn.Module) -> Iterator[nn.Module]:

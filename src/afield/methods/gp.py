@@ -7,25 +7,30 @@ from torch import nn
 
 from afield.calibrate import calibrate
 from afield.convert import SNGP, sngp
-from afield.methods.dense import with_output_layer
+from afield.methods.dense import Dense, bound_rules
 from afield.methods.method import BackboneFactory, Method
 from afield.posterior import fit_posterior
 from afield.predictive import Prediction
+from afield.tasks.task import Settings
+
+_OF_HEAD = ("likelihood", "num_random_features", "length_scale", "ridge", "covariance", "curvature")
 
 
-def gaussian_process(c: float | None = None, **head: Any) -> Method:
-    """A network with a Gaussian-process output layer; hidden layers are bounded by c unless that is None."""
+def gaussian_process(*, bounded: bool = False) -> Method:
+    """A network with a Gaussian-process output layer; `bounded`: hidden layers have the settings' bound."""
 
-    def build(backbone: BackboneFactory, num_outputs: int) -> nn.Module:
-        return sngp(with_output_layer(backbone, num_outputs), c, **head)
+    def build(backbone: BackboneFactory, num_outputs: int, settings: Settings = Settings(), /) -> nn.Module:
+        net = Dense(backbone, num_outputs, settings)
+        head = {name: getattr(settings, name) for name in _OF_HEAD}
+        return sngp(nn.Sequential(*net), bound_rules(settings) if bounded else None, **head)
 
     return Method(build, _predict, finish=_finish)
 
 
-def _finish(model: nn.Module, train: Iterable[Any], val: Iterable[Any]) -> None:
+def _finish(model: nn.Module, train: Iterable[Any], val: Iterable[Any], settings: Settings = Settings(), /) -> None:
     assert isinstance(model, SNGP)
     fit_posterior(model, train, progress=False)
-    calibrate(model, val, progress=False)
+    calibrate(model, val, amplitude=settings.amplitude, progress=False)
 
 
 def _predict(model: nn.Module, x: Any) -> Prediction:

@@ -27,8 +27,12 @@ def gradient_penalty(method: Method, weight: float = 0.1) -> Method:
     if not weight >= 0:
         raise ValueError(f"The weight of the gradient penalty must not be negative, got {weight}.")
 
+    base = method.loss
+    if base is None:
+        raise ValueError("The gradient penalty expects a method that is trained by gradient steps.")
+
     def loss(model: nn.Module, batch: Any) -> Tensor:
-        return method.loss(model, batch) + weight * penalty(model, *batch)
+        return base(model, batch) + weight * penalty(model, *batch)
 
     return dataclasses.replace(method, loss=loss)
 

@@ -16,12 +16,15 @@ from torch import Tensor, nn
 
 from afield.methods.dense import predict
 from afield.methods.method import BackboneFactory, Method
+from afield.tasks.task import Settings
 
 
 def isomax_plus(entropic_scale: float = 10.0) -> Method:
     """A network whose logits are minus its scaled distances to one prototype a class."""
 
-    def build(backbone: BackboneFactory, num_outputs: int) -> nn.Module:
+    def build(backbone: BackboneFactory, num_outputs: int, settings: Settings = Settings(), /) -> nn.Module:
+        if settings.likelihood != "categorical":
+            raise ValueError(f"IsoMax+ expects classes, got {settings.likelihood} targets.")
         hidden = backbone()
         return nn.Sequential(hidden, Prototypes(int(hidden.out_features), num_outputs))  # type: ignore[arg-type]
 

@@ -1,31 +1,71 @@
 """What a method is: a value made of functions. Variants are made by functions that take a method and return one."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from afield.predictive import Prediction
+from afield.tasks.task import Settings
 
 BackboneFactory = Callable[[], nn.Module]
 
 
-def cross_entropy(model: nn.Module, batch: Any) -> Tensor:
+class Build(Protocol):
+    """Backbone, number of outputs and settings -> an untrained model."""
+
+    def __call__(self, backbone: BackboneFactory, num_outputs: int, settings: Settings = ..., /) -> nn.Module: ...
+
+
+def negative_log_likelihood(model: nn.Module, batch: Any) -> Tensor:
+    """Cross-entropy for classes; half the squared error, a Gaussian's up to its noise, for real targets."""
     x, y = batch
-    return F.cross_entropy(model(x), y)
+    output = model(x)
+    return F.mse_loss(output, y.reshape_as(output)) / 2 if y.is_floating_point() else F.cross_entropy(output, y)
 
 
-def nothing(model: nn.Module, train: Iterable[Any], val: Iterable[Any]) -> None:
+class Finish(Protocol):
+    """Model, training and validation batches, settings: whatever comes after training."""
+
+    def __call__(
+        self, model: nn.Module, train: Iterable[Any], val: Iterable[Any], settings: Settings = ..., /
+    ) -> None: ...
+
+
+def nothing(model: nn.Module, train: Iterable[Any], val: Iterable[Any], settings: Settings = Settings(), /) -> None:
     """No posterior to fit and nothing to calibrate."""
+
+
+def unchanged(batch: Any) -> Any:
+    return batch
+
+
+@dataclass(frozen=True)
+class Members:
+    """An ensemble's parts: `size` models of `method`, whose predictions `combine` makes into one."""
+
+    method: "Method"
+    size: int
+    combine: Callable[[Sequence[Prediction]], Prediction]
 
 
 @dataclass(frozen=True)
 class Method:
-    """How to build, train, finish and query a model."""
+    """How to build, train, finish and query a model.
 
-    build: Callable[[BackboneFactory, int], nn.Module]
+    build      backbone, number of outputs, settings -> model
+    predict    model, inputs -> Prediction
+    loss       model, batch -> loss; None for models that gradient steps on batches do not train: `finish` fits them
+    finish     model, training and validation batches, settings: posterior, calibration, whatever comes after training
+    transform  batch -> batch, in training only
+    members    of an ensemble, or None
+    """
+
+    build: Build
     predict: Callable[[nn.Module, Any], Prediction]
-    loss: Callable[[nn.Module, Any], Tensor] = cross_entropy
-    finish: Callable[[nn.Module, Iterable[Any], Iterable[Any]], None] = nothing
+    loss: Callable[[nn.Module, Any], Tensor] | None = negative_log_likelihood
+    finish: Finish = nothing
+    transform: Callable[[Any], Any] = unchanged
+    members: Members | None = None

@@ -1,16 +1,15 @@
-"""Tasks: data with in-domain, shifted and OOD parts. `TASKS[name](seed)` makes one."""
-
-from collections.abc import Callable
+"""Tasks: data with in-domain, shifted and OOD parts. `TASKS[name](seed, preset)` makes one."""
 
 from afield.registry import Registry
 from afield.tasks import toy
-from afield.tasks.task import Defaults, Task
+from afield.tasks.task import PRESETS, Recipe, Settings, Task, presets
 
-TASKS: Registry[Callable[[int], Task]] = Registry("task")
-TASKS["two-moons"] = toy.two_moons
-TASKS["two-ovals"] = toy.two_ovals
-TASKS["circles"] = toy.circles
-TASKS["blobs"] = toy.blobs
-TASKS["digits"] = toy.digits
+TASKS: Registry[Recipe] = Registry("task")
+TASKS["toy-regression"] = Recipe(toy.toy_regression, presets(Settings(likelihood="gaussian", epochs=200)))
+TASKS["two-moons"] = toy.planar("two-moons", toy.moons)
+TASKS["two-ovals"] = toy.planar("two-ovals", toy.ovals)
+TASKS["circles"] = toy.planar("circles", toy.circles)
+TASKS["blobs"] = toy.planar("blobs", toy.blobs, classes=5)
+TASKS["digits"] = Recipe(toy.digits, presets(Settings()))
 
-__all__ = ["TASKS", "Defaults", "Task"]
+__all__ = ["PRESETS", "TASKS", "Recipe", "Settings", "Task"]

@@ -1,26 +1,63 @@
-"""What a task is: data in named parts, and the settings under which it is usually trained."""
+"""What a task is: data in named parts, and the settings under which it is trained."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
+PRESETS = ("smoke", "small", "paper")
+
 
 @dataclass(frozen=True)
-class Defaults:
-    """How a task is trained unless told otherwise."""
+class Settings:
+    """How a model is built and trained. Every field is a flag, a TOML key and a row of docs/settings.md."""
 
     epochs: int = 100
+    """Passes over the training data."""
     batch_size: int = 128
+    """Examples in a training step."""
     learning_rate: float = 1e-3
+    """At its highest."""
+    head_learning_rate: float | None = None
+    """Of the output layer alone; None: as the rest."""
+    optimizer: Literal["adam", "adamw", "sgd"] = "adam"
+    """sgd has Nesterov momentum 0.9."""
+    weight_decay: float = 0.0
+    """L2 penalty; decoupled for adamw. Random features and biases have none."""
+    schedule: Literal["cosine", "linear", "steps", "constant"] = "cosine"
+    """How the learning rate falls; steps: times 0.2 at 30%, 60% and 80%."""
+    warmup: float = 0.0
+    """Part of the training in which the learning rate rises from zero."""
+    likelihood: Literal["categorical", "bernoulli", "gaussian", "poisson"] = "categorical"
+    """Of the targets."""
     bound: float | None = 0.95
+    """Largest spectral norm of a hidden layer, for methods that bound it; None: none."""
+    bounded: tuple[str, ...] = ()
+    """Names of the backbone's layers that are bounded, * and ? allowed; none given: all of them."""
+    num_random_features: int = 1024
+    """Of the Gaussian process."""
+    length_scale: float | None = None
+    """Of its kernel; None: from the first training batch."""
+    ridge: float = 1.0
+    """Prior precision of its output weights."""
+    amplitude: float | None = None
+    """Of its variance; None: calibrated on validation data."""
+    covariance: Literal["shared", "per_class"] = "shared"
+    """One posterior for all outputs, or one for each."""
+    curvature: Literal["auto", "unit", "likelihood"] = "auto"
+    """Weight of an example in the posterior; auto: unit for classes with a shared covariance."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """In-domain parts, shifted test sets, OOD sets by name, and a factory of the usual backbone."""
+    """In-domain parts, shifted test sets, OOD sets by name, and a factory of the usual backbone.
+
+    grid     inputs without labels that the report draws predictions on, for tasks in one or two dimensions
+    augment  what happens to a training batch (x, y) before the method's own transform
+    """
 
     name: str
     train: TensorDataset
@@ -30,8 +67,34 @@ class Task:
     num_outputs: int
     backbone: Callable[[], nn.Module]
     shifted: Mapping[str, TensorDataset] = field(default_factory=dict)
-    likelihood: str = "categorical"
-    defaults: Defaults = Defaults()
+    grid: Tensor | None = None
+    augment: Callable[[Any], Any] = lambda batch: batch
+    settings: Settings = Settings()
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How to get a task: `recipe(seed, preset)`. Its settings can be read without touching the data.
+
+    load      (seed, preset) -> Task, without its settings; the seed decides what data is drawn or how it is cut
+    settings  by preset
+    """
+
+    load: Callable[[int, str], Task]
+    settings: Mapping[str, Settings]
+
+    def __call__(self, seed: int = 0, preset: str = "small") -> Task:
+        return replace(self.load(seed, preset), settings=self.settings_for(preset))
+
+    def settings_for(self, preset: str) -> Settings:
+        if preset not in self.settings:
+            raise ValueError(f"Unknown preset {preset!r}: expected one of {', '.join(self.settings)}.")
+        return self.settings[preset]
+
+
+def presets(small: Settings, *, smoke: Settings | None = None, paper: Settings | None = None) -> dict[str, Settings]:
+    """Settings by preset: smoke is small with two epochs, paper is small, unless they are given."""
+    return {"smoke": smoke or replace(small, epochs=2), "small": small, "paper": paper or small}
 
 
 def far_points(train: Tensor, count: int, generator: torch.Generator, *, distance: float = 1.5) -> Tensor:

@@ -1,0 +1,85 @@
+"""What the figures say, in plain sentences that are made from the figures alone.
+
+The limits are stated in the sentences: confidence half-way between a guess, 1 / K, and certainty; a rank correlation of
+one half; an AUROC of 0.95, and of 0.5, which is chance.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+from afield.apps.columns import ood_sets, usual_score, word
+from afield.apps.groups import Group
+from afield.apps.tables import Table
+
+CLOSE, CORRELATED, CHANCE = 0.95, 0.5, 0.5
+Kinds = Mapping[str, Callable[[float], bool]]
+
+
+@dataclass(frozen=True)
+class Statement:
+    """Something that holds of some methods, and the figure by which each was judged, most telling first."""
+
+    what: str
+    holds_of: tuple[tuple[str, float], ...]
+
+    def __str__(self) -> str:
+        return f"{self.what}: {', '.join(f'{name} ({value:.2f})' for name, value in self.holds_of)}."
+
+
+def about_far(groups: Sequence[Group], num_classes: int | None) -> list[list[Statement]]:
+    """Confidence, ranks and detection far from the data, a paragraph each."""
+    oods, paragraphs = ood_sets(groups), []
+    confidence = means(groups, [f"confidence/{ood}" for ood in oods])
+    if confidence and num_classes:
+        limit = (1 + 1 / num_classes) / 2
+        unsure = f"Unsure far away (mean confidence below {limit:g}, half-way between a guess and certainty)"
+        kinds: Kinds = {unsure: lambda c: c < limit, "Sure far away": lambda c: c >= limit}
+        paragraphs.append(sort_into(confidence, kinds, falling=False))
+    kinds = {
+        f"Uncertainty grows with the distance to the training data (rank correlation of {CORRELATED:g} or more)": (
+            lambda c: c >= CORRELATED
+        ),
+        "It does so weakly": lambda c: 0 < c < CORRELATED,
+        "It does not, or falls": lambda c: c <= 0,
+    }
+    paragraphs.append(sort_into(means(groups, ["spearman/distance"]), kinds))
+    for ood in oods:
+        kinds = {
+            f"Tells “{ood}” from test data by {word(usual_score(groups))} (AUROC of {CLOSE:g} or more)": (
+                lambda a: a >= CLOSE
+            ),
+            "In part": lambda a: CHANCE < a < CLOSE,
+            "No better than chance": lambda a: a <= CHANCE,
+        }
+        paragraphs.append(sort_into(means(groups, [f"auroc/{ood}"]), kinds))
+    return [paragraph for paragraph in paragraphs if paragraph]
+
+
+def means(groups: Sequence[Group], names: Sequence[str]) -> dict[str, float]:
+    """The mean over runs and names, of the groups that have any."""
+    found = {g.name: [value for name in names for value in g.figures.get(name, [])] for g in groups}
+    return {name: fmean(values) for name, values in found.items() if values}
+
+
+def sort_into(values: Mapping[str, float], kinds: Kinds, *, falling: bool = True) -> list[Statement]:
+    """One statement a kind that holds of any, with values falling or rising."""
+    statements = []
+    for kind, belongs in kinds.items():
+        members = [(name, value) for name, value in values.items() if belongs(value)]
+        if members:
+            ranked = sorted(members, key=lambda member: -member[1] if falling else member[1])
+            statements.append(Statement(kind, tuple(ranked)))
+    return statements
+
+
+def leaders(table: Table, most: int = 3) -> list[tuple[str, str, str]]:
+    """(heading, best figure, who has it) of the first column under each heading, costs aside."""
+    found: dict[str, tuple[str, str, str]] = {}
+    for column in table.columns:
+        rows = table.best(column.name)
+        if rows and column.above != "cost" and column.above not in found:
+            names = [row.name for row in rows]
+            who = ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+            found[column.above] = (column.label, rows[0].cells[column.name].text, who)
+    return list(found.values())

@@ -1,0 +1,60 @@
+"""Hidden vectors in the plane by t-SNE (paper: figure sngp_overview): do OOD inputs collapse onto the classes?"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from afield.apps.groups import Shown
+from afield.apps.plots import OOD_COLOUR, Picture, class_colours, panels, png, styled
+
+_MOST = 300  # of the test data, and of all OOD sets together
+_LEAST = 10
+
+
+def hidden(task: str, groups: Sequence[Shown]) -> Picture | None:
+    """One map for each method that has kept hidden vectors; methods share no map, so places cannot be compared."""
+    drawn = [(each, vectors) for each in groups if (vectors := _vectors(each)) is not None]
+    if not drawn:
+        return None
+    try:
+        from sklearn.manifold import TSNE
+    except ImportError as error:
+        raise ImportError('t-SNE needs scikit-learn: pip install "afield[cli]".') from error
+    with styled():
+        figure, axes = panels(len(drawn))
+        for axis, (each, (h, count)) in zip(axes, drawn, strict=True):
+            perplexity = min(30.0, (len(h) - 1) / 3)
+            x, z = TSNE(perplexity=perplexity, init="pca", random_state=0).fit_transform(h).T
+            y = each.arrays["test/y"].flatten()[:count].numpy()
+            if each.test.probs is not None:
+                colours = class_colours(int(each.arrays["test/y"].max()) + 1)
+                axis.scatter(x[:count], z[:count], s=7, c=[colours[k] for k in y], linewidths=0)
+            else:
+                axis.scatter(x[:count], z[:count], s=7, c=y, cmap="cividis", linewidths=0)
+            axis.scatter(x[count:], z[count:], s=9, color=OOD_COLOUR, marker="x", linewidths=0.6, alpha=0.7)
+            axis.set_title(each.name)
+            axis.set_xticks([])
+            axis.set_yticks([])
+            axis.spines[:].set_visible(True)
+        content = png(figure)
+    return Picture(
+        "hidden",
+        "Hidden vectors",
+        "t-SNE of the last hidden vectors: dots are test data, coloured by class or target, red crosses are OOD. Where "
+        "crosses lie among the dots, the network has forgotten that they are far away. Each panel is a map of its own.",
+        f"t-SNE maps of hidden vectors for {task}, one panel each for {', '.join(each.name for each, _ in drawn)}.",
+        content,
+    )
+
+
+def _vectors(each: Shown) -> tuple[np.ndarray, int] | None:
+    """Hidden vectors (N, d) of test data first, then of OOD sets, and how many are test data."""
+    if "test/features" not in each.arrays or "test/y" not in each.arrays:
+        return None
+    inside = each.arrays["test/features"][:_MOST].float().flatten(1).numpy()
+    outside = [each.arrays[f"ood/{name}/features"] for name in each.ood if f"ood/{name}/features" in each.arrays]
+    parts = [part[: _MOST // len(outside)].float().flatten(1).numpy() for part in outside]
+    h = np.concatenate([inside, *parts])
+    if len(inside) < _LEAST or h.shape[1] < 2 or not np.isfinite(h).all() or not h.std(0).max() > 1e-6:
+        return None
+    return h, len(inside)

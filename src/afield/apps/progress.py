@@ -1,0 +1,53 @@
+"""Progress of runs on the terminal: one bar over all epochs, with the time that remains."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from afield import fanout, runs
+from afield.experiment import Config
+from afield.runs import Run
+
+
+class Watch:
+    """What `fanout.run_all` tells, as a bar."""
+
+    def __init__(self, progress: Progress, configs: Sequence[Config], out: fanout.Where) -> None:
+        singles, ensembles = fanout.plan(configs)
+        self._left = {c: c.settings.epochs for c in singles if not runs.finished(fanout.place(out, c) / c.folder)}
+        self._count, self._done = len(self._left) + len(ensembles), 0
+        self._progress = progress
+        self._bar = progress.add_task("", total=max(1, sum(self._left.values())), what="", runs="")
+        self._tell("")
+
+    def on_event(self, event: fanout.Event) -> None:
+        config, epoch, epochs, loss = event
+        gained = self._left.get(config, 0) - (epochs - epoch)
+        self._left[config] = epochs - epoch
+        self._progress.update(self._bar, advance=max(0, gained))
+        self._tell(f"{config.task} {config.method} {config.seed}, loss {loss:.4f}")
+
+    def on_run(self, run: Run) -> None:
+        self._done += 1
+        config = Config.from_dict(run.config)
+        self._progress.update(self._bar, advance=self._left.pop(config, 0))
+        self._tell(f"{run.task} {run.method} {run.seed} finished")
+
+    def _tell(self, what: str) -> None:
+        self._progress.update(self._bar, runs=f"{self._done}/{self._count} runs", what=what)
+
+
+@contextmanager
+def watching(console: Console, configs: Sequence[Config], out: fanout.Where) -> Iterator[Watch]:
+    columns = (
+        TextColumn("{task.fields[runs]}"),
+        BarColumn(),
+        TimeElapsedColumn(),
+        TextColumn("left:"),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[what]}", markup=False),
+    )
+    with Progress(*columns, console=console, transient=True) as progress:
+        yield Watch(progress, configs, out)

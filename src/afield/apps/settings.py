@@ -1,0 +1,58 @@
+"""`afield settings`: every setting with its meaning and its value for every task, as docs/settings.md has them."""
+
+import ast
+import inspect
+import textwrap
+from dataclasses import dataclass, fields
+
+from afield.tasks import PRESETS, TASKS, Settings
+
+
+@dataclass(frozen=True)
+class ShowSettings:
+    """Print all settings, and what each task sets differently, in Markdown."""
+
+    def run(self) -> None:
+        print(page(), end="")
+
+
+def page() -> str:
+    """The whole of docs/settings.md."""
+    default = Settings()
+    lines = [
+        "# Settings",
+        "",
+        "Written by `afield settings > docs/settings.md`. Each is a flag of `afield train` (`--batch-size 64`), a key",
+        "of `config.toml` and a field of `afield.tasks.Settings`.",
+        "",
+        "| setting | default | meaning |",
+        "| --- | --- | --- |",
+    ]
+    meaning = meanings()
+    lines += [f"| `{f.name}` | {_plain(getattr(default, f.name))} | {meaning[f.name]} |" for f in fields(Settings)]
+    lines += ["", "What tasks set differently:", "", "| task | preset | settings |", "| --- | --- | --- |"]
+    for name, recipe in TASKS.items():
+        for preset in PRESETS:
+            own = recipe.settings_for(preset)
+            changed = [f.name for f in fields(Settings) if getattr(own, f.name) != getattr(default, f.name)]
+            text = ", ".join(f"{n} {_plain(getattr(own, n))}" for n in changed) or "as above"
+            lines.append(f"| {name} | {preset} | {text} |")
+    return "\n".join(lines) + "\n"
+
+
+def meanings() -> dict[str, str]:
+    """What stands below each field of `Settings` in its source."""
+    (body,) = ast.parse(textwrap.dedent(inspect.getsource(Settings))).body
+    assert isinstance(body, ast.ClassDef)
+    found = {}
+    for node, after in zip(body.body, body.body[1:], strict=False):
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and isinstance(after, ast.Expr):
+            assert isinstance(after.value, ast.Constant)
+            found[node.target.id] = str(after.value.value)
+    return found
+
+
+def _plain(value: object) -> str:
+    if isinstance(value, tuple):
+        return " ".join(map(str, value)) or "()"
+    return f"{value:g}" if isinstance(value, float) else str(value)

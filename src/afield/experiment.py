@@ -1,0 +1,271 @@
+"""Experiments: a `Config` decides a run, `run` makes its folder, once.
+
+A run that is finished is read, never made again; one that was stopped goes on after its last epoch; one that another
+process is making is refused. An ensemble is assembled from its members' folders: seed s of size M has the members
+s M .. s M + M - 1, which are runs of their own, trained where they are missing.
+"""
+
+import dataclasses
+import json
+import os
+import platform
+import shutil
+import sys
+import time
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from afield import runs
+from afield.engine import batches, fit
+from afield.judge import fit_scores, judge
+from afield.methods import METHODS, Method
+from afield.predictive import Prediction
+from afield.runs import Run
+from afield.tasks import TASKS, Settings, Task
+from afield.version import __version__
+
+_DRAWN = 500  # hidden vectors and OOD inputs of a part that are kept for pictures
+OnEpoch = Callable[[int, int, float], None]
+"""(epoch, of how many, loss)"""
+
+
+@dataclass(frozen=True)
+class Config:
+    """One run."""
+
+    task: str
+    method: str = "sngp"
+    seed: int = 0
+    """Of weights, batches and masks."""
+    data_seed: int = 0
+    """Of the data that is drawn, or the number of the split."""
+    preset: str = "small"
+    settings: Settings = Settings()
+
+    @staticmethod
+    def of(task: str, method: str = "sngp", *, preset: str = "small", **rest: Any) -> "Config":
+        """The task's own settings, but for those given by name; seed and data_seed as well."""
+        own = {name: rest.pop(name) for name in ("seed", "data_seed") if name in rest}
+        METHODS[method]
+        return Config(task, method, **own, preset=preset, settings=_replaced(TASKS[task].settings_for(preset), rest))
+
+    @staticmethod
+    def from_dict(values: Mapping[str, Any]) -> "Config":
+        """From the content of config.toml: a setting that is not there is None where the task's own is not required."""
+        known = {f.name for f in fields(Settings)}
+        rest: dict[str, Any] = {name: value for name, value in values.items() if name not in known}
+        given = [name for name in known if name in values or name in _OPTIONAL]
+        return Config.of(**rest, **{name: values.get(name) for name in given})  # type: ignore[arg-type]
+
+    def to_dict(self) -> dict[str, Any]:
+        own = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "settings"}
+        return own | dataclasses.asdict(self.settings)
+
+    @property
+    def folder(self) -> Path:
+        """Below the folder of all runs."""
+        name = str(self.seed) if self.data_seed == 0 else f"{self.data_seed}-{self.seed}"
+        return Path(self.task, self.method, name)
+
+    @property
+    def members(self) -> "list[Config]":
+        """The runs that an ensemble is made of; none for a single model."""
+        members = METHODS[self.method].members
+        if members is None:
+            return []
+        base = next(name for name, method in METHODS.items() if method is members.method)
+        return [replace(self, method=base, seed=self.seed * members.size + i) for i in range(members.size)]
+
+
+_OPTIONAL = {f.name for f in fields(Settings) if "None" in str(f.type)}
+
+
+def run(config: Config, out: Path = Path("runs"), *, fresh: bool = False, on_epoch: OnEpoch = lambda *_: None) -> Run:
+    """Train, predict, judge and write; or read, if that was done before. `fresh` starts again from nothing."""
+    folder = out / config.folder
+    method = METHODS[config.method]
+    with runs.locked(folder):
+        if fresh:
+            for file in folder.iterdir():
+                if file.name != ".lock":
+                    shutil.rmtree(file) if file.is_dir() else file.unlink()
+        _claim(folder, config)
+        if runs.finished(folder):
+            return runs.read(folder)
+        begun = datetime.now(UTC)
+        task = TASKS[config.task](config.data_seed, config.preset)
+        make = _single if method.members is None else _assembled
+        predictions, extra, figures, cost = make(config, out, task, on_epoch)
+        runs.write(folder / runs.PREDICTIONS, runs.pack(predictions, _arrays(task) | extra))
+        runs.write_json(folder / runs.ENVIRONMENT, environment(begun))
+        runs.write_json(folder / runs.METRICS, {"metrics": figures, "cost": cost})
+        (folder / runs.CHECKPOINT).unlink(missing_ok=True)
+    return runs.read(folder)
+
+
+def load(finished: Run) -> tuple[Task, Method, nn.Module]:
+    """Task, method and trained model of a finished run of a single model."""
+    config = Config.from_dict(finished.config)
+    file = finished.folder / runs.MODEL
+    if not file.is_file():
+        raise ValueError(f"{finished.folder} has no model of its own: load its members, {_names(config.members)}.")
+    task, method = TASKS[config.task](config.data_seed, config.preset), METHODS[config.method]
+    model = method.build(task.backbone, task.num_outputs, config.settings)
+    model.load_state_dict(load_file(file))
+    return task, method, model.eval()
+
+
+def predict(method: Method, model: nn.Module, data: Dataset[Any] | Tensor) -> Prediction:
+    """The prediction of a whole data set."""
+    inputs = data.split(1024) if isinstance(data, Tensor) else (batch[0] for batch in batches(data))
+    return Prediction.cat([dataclasses.replace(method.predict(model, x), members=None) for x in inputs])
+
+
+def parts_of(task: Task) -> dict[str, Dataset[Any] | Tensor]:
+    """What is predicted, by name."""
+    parts: dict[str, Dataset[Any] | Tensor] = {"val": task.val, "test": task.test}
+    parts |= {f"shifted/{name}": data for name, data in task.shifted.items()}
+    parts |= {f"ood/{name}": data for name, data in task.ood.items()}
+    return parts if task.grid is None else parts | {"grid": task.grid}
+
+
+def environment(begun: datetime) -> dict[str, Any]:
+    """Where and how a run was made."""
+    return {
+        "afield": __version__,
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+        "python": platform.python_version(),
+        "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
+        "threads": torch.get_num_threads(),
+        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "begun": begun.isoformat(timespec="seconds"),
+        "ended": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+
+
+Made = tuple[dict[str, Prediction], dict[str, Tensor], dict[str, float], dict[str, float]]
+"""Predictions, further arrays, metrics, cost."""
+
+
+def _single(config: Config, out: Path, task: Task, on_epoch: OnEpoch) -> Made:
+    folder, method = out / config.folder, METHODS[config.method]
+    model = _trained(config, folder, task, method, on_epoch)
+    seconds = sum(line["seconds"] for line in read_log(folder))
+    predictions: dict[str, Prediction] = {}
+    for name, data in parts_of(task).items():
+        begin = time.perf_counter()
+        predictions[name] = predict(method, model, data)
+        if name == "test":
+            per_example = (time.perf_counter() - begin) / len(predictions[name])
+    fitted: dict[str, Any] = {}
+    if predictions["test"].probs is not None:
+        fitted = fit_scores(lambda x: method.predict(model, x), batches(task.train), task.num_outputs)
+    figures = judge(task, predictions, fitted)
+    features = {
+        f"{name}/features": p.features[:_DRAWN].half()
+        for name, p in predictions.items()
+        if p.features is not None and name.startswith(("test", "ood/"))
+    }
+    parameters = sum(p.numel() for p in model.parameters())
+    cost = {"train_seconds": seconds, "ms_per_example": 1e3 * per_example, "parameters": parameters}
+    return predictions, features, figures, cost
+
+
+def _trained(config: Config, folder: Path, task: Task, method: Method, on_epoch: OnEpoch) -> nn.Module:
+    """The trained model: from its file if a run was stopped after training, else by training."""
+    settings, file = config.settings, folder / runs.MODEL
+    if file.is_file():
+        model = method.build(task.backbone, task.num_outputs, settings)
+        model.load_state_dict(load_file(file))
+        return model.eval()
+    with (folder / runs.LOG).open("a", encoding="utf-8") as log:
+        last = time.perf_counter()
+
+        def heard(epoch: int, loss: float) -> None:
+            nonlocal last
+            now = time.perf_counter()
+            _log(log, {"epoch": epoch, "loss": loss, "seconds": now - last})
+            last = now
+            on_epoch(epoch, settings.epochs, loss)
+
+        changes = dataclasses.asdict(settings)
+        model = fit(task, method, seed=config.seed, checkpoint=folder / runs.CHECKPOINT, on_epoch=heard, **changes)
+        _log(log, {"finish": True, "seconds": time.perf_counter() - last})
+    runs.write(file, save({name: t.detach().cpu().contiguous().clone() for name, t in model.state_dict().items()}))
+    return model
+
+
+def _assembled(config: Config, out: Path, task: Task, on_epoch: OnEpoch) -> Made:
+    members = METHODS[config.method].members
+    assert members is not None
+    made = [run(member, out, on_epoch=on_epoch) for member in config.members]
+    predictions = {part: members.combine([member.prediction(part) for member in made]) for part in parts_of(task)}
+    cost = {name: sum(member.cost[name] for member in made) for name in made[0].cost}
+    return predictions, {}, judge(task, predictions), cost
+
+
+def _claim(folder: Path, config: Config) -> None:
+    """Write down what this folder is for, or see that it is for the same."""
+    file = folder / runs.CONFIG
+    if not file.exists():
+        runs.write(file, runs.to_toml(config.to_dict()))
+        return
+    there = Config.from_dict(tomllib.loads(file.read_text(encoding="utf-8"))).to_dict()
+    changed = [f"{k} = {there[k]} there, {v} now" for k, v in config.to_dict().items() if there[k] != v]
+    if changed:
+        raise ValueError(
+            f"{folder} holds a run with other settings ({'; '.join(changed)}). Use another --out, or --fresh to "
+            "replace it."
+        )
+
+
+def read_log(folder: Path) -> list[dict[str, Any]]:
+    """The lines of log.jsonl; a last line cut short by a kill is left out."""
+    lines = []
+    for line in (folder / runs.LOG).read_text(encoding="utf-8").splitlines():
+        try:
+            lines.append(json.loads(line))
+        except ValueError:
+            continue
+    return lines
+
+
+def _log(file: Any, line: dict[str, Any]) -> None:
+    file.write(json.dumps(line) + "\n")
+    file.flush()
+
+
+def _arrays(task: Task) -> dict[str, Tensor]:
+    """Targets, and for tasks that can be drawn also inputs."""
+    arrays = {f"{name}/y": data.tensors[-1] for name, data in (("val", task.val), ("test", task.test))}
+    if task.grid is not None:
+        arrays |= {"grid/x": task.grid, "train/x": task.train.tensors[0], "train/y": task.train.tensors[-1]}
+        arrays |= {f"ood/{name}/x": data.tensors[0][:_DRAWN] for name, data in task.ood.items()}
+    return arrays
+
+
+def _replaced(settings: Settings, changes: Mapping[str, Any]) -> Settings:
+    unknown = set(changes) - {f.name for f in fields(Settings)}
+    if unknown:
+        raise ValueError(
+            f"Unknown settings: {', '.join(sorted(unknown))}. Known: {', '.join(f.name for f in fields(Settings))}."
+        )
+    lists: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in changes.items()
+    }
+    return replace(settings, **lists)
+
+
+def _names(configs: list[Config]) -> str:
+    return ", ".join(str(config.folder) for config in configs)

@@ -1,0 +1,164 @@
+"""Many runs on the processes of one machine.
+
+Members come before the ensembles that are made of them, each once. Runs that are finished cost nothing, so the same
+call after Ctrl-C, a crash or a kill goes on where the last one stopped.
+"""
+
+import functools
+import multiprocessing
+import os
+import queue
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from afield import runs
+from afield.experiment import Config, run
+from afield.runs import Run
+
+Event = tuple[Config, int, int, float]
+"""A run's config, its epoch, of how many, and the loss."""
+OnEvent = Callable[[Event], None]
+OnRun = Callable[[Run], None]
+Where = Path | Callable[[Config], Path]
+"""The folder of all runs, or which one a run belongs to."""
+
+
+def place(out: Where, config: Config) -> Path:
+    """The folder of all runs that a run belongs to."""
+    return out if isinstance(out, Path) else out(config)
+
+
+def plan(configs: Iterable[Config]) -> tuple[list[Config], list[Config]]:
+    """(single models, ensembles), each once; the members of every ensemble are among the single models."""
+    singles: dict[Config, None] = {}
+    ensembles: dict[Config, None] = {}
+    for config in configs:
+        if config.members:
+            ensembles[config] = None
+        for single in config.members or [config]:
+            singles[single] = None
+    return list(singles), list(ensembles)
+
+
+def run_all(
+    configs: Sequence[Config],
+    out: Where,
+    *,
+    jobs: int = 1,
+    fresh: bool = False,
+    on_event: OnEvent = lambda event: None,
+    on_run: OnRun = lambda run: None,
+) -> list[Run]:
+    """Make every run, single models on `jobs` processes, or in this one if that is 1.
+
+    `on_event` hears of epochs, `on_run` of every finished run.
+
+    A run that fails does not stop the others; the first error is raised when they are done.
+    """
+    if jobs < 1:
+        raise ValueError(f"jobs must be at least 1, got {jobs}.")
+    singles, ensembles = plan(configs)
+    todo = [c for c in singles if fresh or not runs.finished(place(out, c) / c.folder)]
+    (_here if jobs == 1 else _spread)(todo, out, jobs, fresh, on_event, on_run)
+    finished = {c: run(c, place(out, c)) for c in singles}  # checks that what was there has the same settings
+    for config in ensembles:
+        finished[config] = run(config, place(out, config), fresh=fresh)
+        on_run(finished[config])
+    return [finished[config] for config in configs]
+
+
+def _here(configs: Sequence[Config], out: Where, jobs: int, fresh: bool, on_event: OnEvent, on_run: OnRun) -> None:
+    """One after the other in this process."""
+    errors: list[Exception] = []
+    for config in configs:
+        heard = functools.partial(_forward, on_event, config)
+        try:
+            on_run(run(config, place(out, config), fresh=fresh, on_epoch=heard))
+        except Exception as error:
+            errors.append(error)
+    if errors:
+        raise _explained(errors[0], len(errors)) from errors[0]
+
+
+def _spread(configs: Sequence[Config], out: Where, jobs: int, fresh: bool, on_event: OnEvent, on_run: OnRun) -> None:
+    """On as many processes as there are jobs."""
+    errors: list[BaseException] = []
+    with _listening(on_event) as channel, _pool(jobs, channel) as pool:
+        futures: list[Future[Run]] = [pool.submit(_work, c, place(out, c), fresh) for c in configs]
+        try:
+            for future in as_completed(futures):
+                if error := future.exception():
+                    errors.append(error)
+                else:
+                    on_run(future.result())
+        except KeyboardInterrupt:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    if errors:
+        raise _explained(errors[0], len(errors)) from errors[0]
+
+
+def _explained(error: BaseException, count: int) -> BaseException:
+    if isinstance(error, BrokenProcessPool):
+        return RuntimeError(
+            "A worker process died (killed, or out of memory). What was finished is kept, and the same command goes "
+            "on; fewer --jobs need less memory."
+        )
+    return error if count == 1 else ValueError(f"{count} runs failed, the first with: {error}")
+
+
+@contextmanager
+def _pool(jobs: int, channel: Any) -> Iterator[ProcessPoolExecutor]:
+    threads = max(1, (os.cpu_count() or 1) // jobs)
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(jobs, context, _prepare, (threads, channel)) as pool:
+        yield pool
+
+
+@contextmanager
+def _listening(on_event: OnEvent) -> Iterator[Any]:
+    """A queue whose events are handed to `on_event` by a thread."""
+    with multiprocessing.get_context("spawn").Manager() as manager:
+        channel, stop = manager.Queue(), threading.Event()
+
+        def listen() -> None:
+            while not stop.is_set() or not channel.empty():
+                try:
+                    on_event(channel.get(timeout=0.1))
+                except queue.Empty:
+                    continue
+                except (EOFError, ConnectionError, BrokenPipeError):
+                    return
+
+        thread = threading.Thread(target=listen, daemon=True)
+        thread.start()
+        try:
+            yield channel
+        finally:
+            stop.set()
+            thread.join(timeout=5)
+
+
+_CHANNEL: Any = None
+
+
+def _prepare(threads: int, channel: Any) -> None:
+    """In a new worker process."""
+    global _CHANNEL
+    _CHANNEL = channel
+    torch.set_num_threads(threads)
+
+
+def _work(config: Config, out: Path, fresh: bool) -> Run:
+    return run(config, out, fresh=fresh, on_epoch=functools.partial(_forward, _CHANNEL.put, config))
+
+
+def _forward(on_event: OnEvent, config: Config, epoch: int, epochs: int, loss: float) -> None:
+    on_event((config, epoch, epochs, loss))

@@ -1,0 +1,289 @@
+"""Experiments: run folders that resume, refuse, and say what was done."""
+
+import dataclasses
+import json
+import signal
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from afield import experiment, runs
+from afield.experiment import Config, read_log, run
+from afield.fanout import plan, run_all
+from afield.judge import fit_scores, judge, scored
+from afield.methods import METHODS
+from afield.methods.ensemble import ensemble
+from afield.metrics import METRICS, auroc
+from afield.predictive import Prediction
+from afield.suites import SUITES
+from afield.tasks import TASKS
+
+FILES = {"config.toml", "log.jsonl", "metrics.json", "predictions.npz", "model.safetensors", "environment.json"}
+
+
+def config(method: str = "sngp", task: str = "two-moons", **changes: object) -> Config:
+    return Config.of(task, method, preset="smoke", **changes)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> runs.Run:
+    return run(config(), tmp_path_factory.mktemp("runs"))
+
+
+def test_run_folder_holds_what_the_design_says(made: runs.Run):
+    assert {f.name for f in made.folder.iterdir()} - {".lock"} == FILES
+    assert made.folder.parts[-3:] == ("two-moons", "sngp", "0")
+    assert made.parts == ["val", "test", "ood/far", "grid"]
+    assert {"torch", "python", "machine", "command", "begun", "ended"} <= made.environment.keys()
+    assert made.cost["parameters"] == sum(p.numel() for p in experiment.load(made)[2].parameters())
+    assert made.cost["train_seconds"] > 0 < made.cost["ms_per_example"]
+    assert [line.get("epoch") for line in read_log(made.folder)] == [1, 2, None]
+
+
+def test_metrics_are_those_of_the_predictions(made: runs.Run):
+    task = TASKS["two-moons"](0)
+    test, far = made.prediction("test"), made.prediction("ood/far")
+    assert made.metrics["nll/clean"] == pytest.approx(METRICS["nll"](test, task.test.tensors[1]), abs=1e-6)
+    assert made.metrics["auroc/far"] == made.metrics["auroc/far/max_probability"]
+    for score in ("max_probability", "dempster_shafer", "variance"):
+        assert made.metrics[f"auroc/far/{score}"] == pytest.approx(auroc(test.score(score), far.score(score)), abs=1e-6)
+    assert made.metrics["confidence/far"] == pytest.approx(float(far.confidence.mean()), abs=1e-6)
+    assert "auroc/far/relative_mahalanobis" in made.metrics
+    assert "auroc/far/mutual_information" not in made.metrics
+    assert -1 <= made.metrics["spearman/distance"] <= 1
+
+
+def test_loaded_model_predicts_what_was_written(made: runs.Run):
+    task, method, model = experiment.load(made)
+    again, written = experiment.predict(method, model, task.test), made.prediction("test")
+    for name in ("logits", "variance", "probs", "p_value"):
+        torch.testing.assert_close(getattr(again, name), getattr(written, name), rtol=0, atol=0)
+    assert (again.finest, again.likelihood) == (written.finest, written.likelihood)
+
+
+def test_config_survives_its_file(made: runs.Run):
+    assert Config.from_dict(made.config) == config()
+    odd = config(bound=None, length_scale=0.3, bounded=("a*", 'b"'), amplitude=2.0, head_learning_rate=None, seed=3)
+    assert Config.from_dict(tomllib.loads(runs.to_toml(odd.to_dict()))) == odd
+
+
+def test_finished_run_is_read_not_made_again(made: runs.Run, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(experiment, "fit", None)
+    out = made.folder.parents[2]
+    before = (made.folder / "metrics.json").stat().st_mtime_ns
+    assert run(config(), out).metrics == made.metrics
+    assert (made.folder / "metrics.json").stat().st_mtime_ns == before
+
+
+def test_other_settings_in_the_same_folder_are_refused(made: runs.Run):
+    with pytest.raises(ValueError, match=r"other settings \(ridge = 1\.0 there, 2\.0 now\).*--fresh"):
+        run(config(ridge=2.0), made.folder.parents[2])
+
+
+def test_fresh_replaces(tmp_path: Path):
+    run(config("dnn"), tmp_path)
+    (tmp_path / "two-moons" / "dnn" / "0" / "left-over").mkdir()
+    again = run(config("dnn", learning_rate=0.01), tmp_path, fresh=True)
+    assert again.config["learning_rate"] == 0.01
+    assert {f.name for f in again.folder.iterdir()} - {".lock"} == FILES
+
+
+def test_a_run_stopped_anywhere_ends_as_if_it_had_not_been(made: runs.Run, tmp_path: Path, monkeypatch):
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(config(), tmp_path, on_epoch=stop)
+    folder = tmp_path / "two-moons" / "sngp" / "0"
+    assert (folder / "checkpoint.pt").is_file()
+    assert not runs.finished(folder)
+    with pytest.raises(ValueError, match=r"is not a finished run: it has no metrics\.json"):
+        runs.read(folder)
+    with monkeypatch.context() as patch:
+        patch.setattr(experiment, "judge", stop)
+        with pytest.raises(KeyboardInterrupt):
+            run(config(), tmp_path)
+    assert (folder / "model.safetensors").is_file()
+    monkeypatch.setattr(experiment, "fit", None)  # not needed any more
+    assert run(config(), tmp_path).metrics == pytest.approx(made.metrics, nan_ok=False)
+    assert not (folder / "checkpoint.pt").exists()
+
+
+SCRIPT = """
+import sys, time, torch
+torch.set_num_threads(1)
+from pathlib import Path
+from afield.experiment import Config, run
+def heard(epoch, epochs, loss):
+    print(epoch, flush=True)
+    if epoch >= 2: time.sleep(60)
+run(Config.of("two-moons", "dnn", preset="smoke", epochs=4), Path(sys.argv[1]), on_epoch=heard)
+"""
+
+
+def test_kill_9_loses_at_most_one_epoch_and_the_lock_dies_with_its_process(tmp_path: Path):
+    other = subprocess.Popen([sys.executable, "-c", SCRIPT, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    assert other.stdout is not None
+    assert [other.stdout.readline() for _ in range(2)] == ["1\n", "2\n"]
+    asked = config("dnn", epochs=4)
+    with pytest.raises(runs.Busy, match=r"is being written by another process\. Wait for it, stop it, or choose"):
+        run(asked, tmp_path)
+    other.send_signal(signal.SIGKILL)
+    other.wait(timeout=30)
+    other.stdout.close()
+    epochs: list[int] = []
+    resumed = run(asked, tmp_path, on_epoch=lambda epoch, *_: epochs.append(epoch))
+    assert epochs == [3, 4]
+    whole = run(asked, tmp_path / "whole")
+    assert resumed.metrics == whole.metrics
+
+
+def test_damaged_folder_says_so(tmp_path: Path):
+    finished = run(config("dnn"), tmp_path)
+    (finished.folder / "metrics.json").write_text("{")
+    with pytest.raises(ValueError, match=r"is damaged: .*Delete it and run it again"):
+        runs.read(finished.folder)
+    with pytest.raises(ValueError, match="There is no folder"):
+        runs.find(tmp_path / "nothing")
+
+
+def test_unknown_names_are_answered_with_help():
+    with pytest.raises(ValueError, match=r"Unknown method 'sgnp'\. Did you mean 'sngp'"):
+        Config.of("two-moons", "sgnp")
+    with pytest.raises(ValueError, match="Unknown task"):
+        Config.of("three-moons")
+    with pytest.raises(ValueError, match="Unknown settings: momentum"):
+        Config.of("two-moons", momentum=3)
+
+
+def test_log_cut_short_by_a_kill_is_read(tmp_path: Path):
+    (tmp_path / "log.jsonl").write_text('{"epoch": 1, "seconds": 2}\n{"epoch": 2, "sec')
+    assert read_log(tmp_path) == [{"epoch": 1, "seconds": 2}]
+
+
+def test_regression_run_has_no_classes(tmp_path: Path):
+    finished = run(config("sngp", "toy-regression"), tmp_path)
+    assert "rmse/clean" in finished.metrics
+    assert "accuracy/clean" not in finished.metrics
+    assert finished.metrics["auroc/between"] == finished.metrics["auroc/between/variance"]
+    grid = finished.prediction("grid")
+    assert grid.likelihood == "gaussian"
+    assert grid.std.shape == (701, 1)
+
+
+# Ensembles
+
+
+@pytest.fixture
+def pair(monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setitem(METHODS._entries, "pair", ensemble(METHODS["sngp"], 2))
+    return "pair"
+
+
+def test_ensemble_is_assembled_from_its_members_folders(pair: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    asked = config(pair, seed=1)
+    assert [(m.method, m.seed) for m in asked.members] == [("sngp", 2), ("sngp", 3)]
+    for member in asked.members:
+        run(member, tmp_path)
+    monkeypatch.setattr(experiment, "fit", None)  # never trained again
+    finished = run(asked, tmp_path)
+    made = [experiment.load(runs.read(tmp_path / m.folder)) for m in asked.members]
+    task = made[0][0]
+    expected = torch.stack([method.predict(model, task.test.tensors[0]).probs for _, method, model in made]).mean(0)
+    torch.testing.assert_close(finished.prediction("test").probs, expected)
+    assert "auroc/far/mutual_information" in finished.metrics
+    assert finished.cost["parameters"] == 2 * runs.read(tmp_path / asked.members[0].folder).cost["parameters"]
+    with pytest.raises(ValueError, match="has no model of its own: load its members, two-moons/sngp/2, two-moons"):
+        experiment.load(finished)
+
+
+def test_plan_puts_members_first_and_each_once(pair: str):
+    singles, ensembles = plan([config(pair), config(seed=1), config(pair), config("dnn")])
+    assert [(c.method, c.seed) for c in singles] == [("sngp", 0), ("sngp", 1), ("dnn", 0)]
+    assert ensembles == [config(pair)]
+
+
+# Many runs
+
+
+def test_two_processes_make_what_one_makes(tmp_path: Path):
+    configs, heard = [config("dnn", seed=s) for s in (0, 1)], []
+    done = run_all(configs, tmp_path, jobs=2, on_event=heard.append)
+    assert [r.seed for r in done] == [0, 1]
+    assert sorted((c.seed, epoch) for c, epoch, _, _ in heard) == [(0, 1), (0, 2), (1, 1), (1, 2)]
+    alone = run(configs[0], tmp_path / "alone")
+    for name, value in alone.metrics.items():
+        assert done[0].metrics[name] == pytest.approx(value, abs=1e-5), name  # threads may add in another order
+    again: list[object] = []
+    run_all(configs, tmp_path, jobs=2, on_event=again.append)
+    assert again == []
+
+
+def test_one_failing_run_does_not_stop_the_others(tmp_path: Path):
+    good, bad = config("dnn", seed=1), config("dnn", likelihood="poisson")
+    with pytest.raises(ValueError, match="Methods expect categorical or gaussian targets, got poisson"):
+        run_all([bad, good], tmp_path, jobs=1)
+    assert runs.finished(tmp_path / good.folder)
+
+
+def test_run_all_refuses_no_processes(tmp_path: Path):
+    with pytest.raises(ValueError, match="jobs must be at least 1, got 0"):
+        run_all([], tmp_path, jobs=0)
+
+
+@pytest.mark.parametrize("name", SUITES)
+@pytest.mark.parametrize("preset", ["smoke", "small", "paper"])
+def test_suites_name_runs_that_exist(name: str, preset: str):
+    suite = SUITES[name]
+    configs = suite.configs(preset)
+    assert len(set(configs)) == len(configs) == suite.seeds[preset] * sum(map(len, suite.methods.values()))
+    assert {c.preset for c in configs} == {preset}
+    only = suite.configs(preset, methods=["dnn"], seeds=2)
+    assert {c.method for c in only} == {"dnn"}
+    assert len(only) == 2 * len(suite.methods)
+    with pytest.raises(ValueError, match="at least one seed"):
+        suite.configs(preset, seeds=0)
+
+
+# Judging
+
+
+def test_shifted_sets_of_one_name_are_averaged(generator: torch.Generator):
+    task = TASKS["two-moons"](0)
+    shifted = {"corrupted/fog-1": task.test, "corrupted/fog-2": task.val, "new": task.val}
+    task = dataclasses.replace(task, shifted=shifted, ood={}, grid=None)
+
+    def guess(data: torch.utils.data.TensorDataset) -> Prediction:
+        logits = torch.randn(len(data), 2, generator=generator)
+        return Prediction(logits, probs=logits.softmax(1))
+
+    predictions = {"val": guess(task.val), "test": guess(task.test)}
+    predictions |= {f"shifted/{name}": guess(data) for name, data in shifted.items()}
+    figures = judge(task, predictions)
+    each = [METRICS["nll"](predictions[f"shifted/{n}"], shifted[n].tensors[1]) for n in shifted]
+    assert figures["nll/corrupted"] == pytest.approx((each[0] + each[1]) / 2)
+    assert figures["nll/new"] == pytest.approx(each[2])
+
+
+def test_scores_that_lack_their_fields_are_left_out(generator: torch.Generator):
+    logits = torch.randn(20, 3, generator=generator)
+    found = scored(Prediction(logits, probs=logits.softmax(1)), Prediction(logits, probs=logits.softmax(1)), {})
+    assert set(found) == {"max_probability", "max_logit", "entropy", "energy", "dempster_shafer"}
+
+
+def test_fitted_scores_need_hidden_vectors():
+    x, y = torch.randn(10, 2), torch.arange(10) % 2
+    with_features = fit_scores(lambda x: Prediction(x, features=x), [(x, y)], 2)
+    assert set(with_features) == {"mahalanobis", "relative_mahalanobis", "knn"}
+    assert fit_scores(lambda x: Prediction(x), [(x, y)], 2) == {}
+
+
+def test_predictions_file_needs_no_pickle(made: runs.Run):
+    with np.load(made.folder / "predictions.npz", allow_pickle=False) as arrays:
+        assert all(arrays[name].dtype != object for name in arrays.files)
+    assert json.loads((made.folder / "metrics.json").read_text())["metrics"] == made.metrics
