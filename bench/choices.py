@@ -21,7 +21,7 @@ from afield.engine import batches, fit
 from afield.methods import METHODS
 from afield.metrics import METRICS, auroc
 from afield.tasks import TASKS
-from bench.defaults import ROOT, fill, markdown
+from bench.defaults import FAR, ROOT, TOYS, fill, markdown
 
 RECORD = ROOT / "results" / "choices.jsonl"
 CURVATURES = {"unit": "unit", "p*(1-p*)": "likelihood"}
@@ -39,7 +39,7 @@ def curvature(task_name: str, seed: int) -> list[dict[str, Any]]:
         model.head.curvature = weight
         method.finish(model, batches(task.train), batches(task.val))
         inside = method.predict(model, task.test.tensors[0])
-        outside = method.predict(model, next(iter(task.ood.values())).tensors[0])
+        outside = method.predict(model, task.ood[FAR.get(task_name, "far")].tensors[0])
         figures = {"nll": METRICS["nll"](inside, task.test.tensors[1])}
         for score in ("variance", "dempster_shafer"):
             figures[score] = auroc(inside.score(score), outside.score(score))
@@ -54,7 +54,7 @@ def length_scale(task_name: str, seed: int) -> list[dict[str, Any]]:
         head.LENGTH_SCALE_FRACTION = fraction
         model = fit(task, method, seed=seed, learning_rate=rate)
         inside = method.predict(model, task.test.tensors[0])
-        outside = method.predict(model, next(iter(task.ood.values())).tensors[0])
+        outside = method.predict(model, task.ood[FAR.get(task_name, "far")].tensors[0])
         figures = {name: METRICS[name](inside, task.test.tensors[1]) for name in ("accuracy", "nll")}
         figures["dempster_shafer"] = auroc(inside.score(), outside.score())
         key = {"kind": "length_scale", "task": task_name, "seed": seed, "choice": fraction, "learning_rate": rate}
@@ -97,7 +97,7 @@ def _run(job: tuple[str, str, int]) -> list[dict[str, Any]]:
 def main() -> None:
     records = [json.loads(line) for line in RECORD.read_text().splitlines()] if RECORD.exists() else []
     done = {(r["kind"], r["task"], r["seed"]) for r in records}
-    jobs = [("curvature", task, seed) for task in TASKS for seed in range(2)]
+    jobs = [("curvature", task, seed) for task in TOYS for seed in range(2)]
     jobs += [("length_scale", task, seed) for task in HARD for seed in range(1)]
     with multiprocessing.get_context("spawn").Pool(2) as pool, RECORD.open("a") as file:
         for new in pool.imap_unordered(_run, [job for job in jobs if job not in done]):

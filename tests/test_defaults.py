@@ -4,14 +4,13 @@ from statistics import mean
 
 import pytest
 
-from afield.tasks import TASKS
-from bench.defaults import RATES, SEEDS, run
+from bench.defaults import RATES, SEEDS, TOYS, run
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 
 
 @pytest.mark.parametrize("rate", RATES)
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("task", TOYS)
 def test_gp_heads_train_wherever_a_dense_network_does_and_know_what_is_far(task: str, rate: float):
     auroc = []
     for seed in SEEDS:

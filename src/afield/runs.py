@@ -68,25 +68,29 @@ class Run:
     @property
     def parts(self) -> list[str]:
         """Names of the parts that have predictions."""
-        return [name.removesuffix("/logits") for name in self._arrays if name.endswith("/logits")]
+        return [name.removesuffix("/logits") for name in self._names if name.endswith("/logits")]
 
     def prediction(self, part: str) -> Prediction:
         """What the model said about a part of the task; without members and hidden vectors."""
-        fields: dict[str, Any] = {f: self.array(f"{part}/{f}") for f in _FIELDS if f"{part}/{f}" in self._arrays}
-        fields |= {f: float(self._arrays[f"{part}/{f}"]) for f in _SCALARS if f"{part}/{f}" in self._arrays}
-        return Prediction(**fields, likelihood=str(self._arrays[f"{part}/likelihood"]))
+        fields: dict[str, Any] = {f: self.array(f"{part}/{f}") for f in _FIELDS if f"{part}/{f}" in self}
+        fields |= {f: float(self._read(f"{part}/{f}")) for f in _SCALARS if f"{part}/{f}" in self}
+        return Prediction(**fields, likelihood=str(self._read(f"{part}/likelihood")))
 
     def array(self, name: str) -> Tensor:
         """Any other array: train/x, train/y, grid/x, test/y, test/features (of the first few hundred)."""
-        return torch.from_numpy(self._arrays[name])
+        return torch.from_numpy(self._read(name))
 
     def __contains__(self, name: str) -> bool:
-        return name in self._arrays
+        return name in self._names
 
     @functools.cached_property
-    def _arrays(self) -> dict[str, np.ndarray]:
+    def _names(self) -> tuple[str, ...]:
         with np.load(self.folder / PREDICTIONS, allow_pickle=False) as file:
-            return {name: file[name] for name in file.files}
+            return tuple(file.files)
+
+    def _read(self, name: str) -> np.ndarray:
+        with np.load(self.folder / PREDICTIONS, allow_pickle=False) as file:  # reads this array and no other
+            return file[name]
 
 
 def read(folder: Path) -> Run:

@@ -9,9 +9,9 @@ from rich.console import Console
 from rich.table import Table
 
 from afield.apps.progress import watching
-from afield.apps.report import report
 from afield.experiment import Config
 from afield.fanout import run_all
+from afield.report import report
 from afield.tasks import TASKS
 
 COMPARED = ("dnn", "dnn-sn", "dnn-gp", "sngp")

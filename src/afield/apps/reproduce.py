@@ -9,8 +9,8 @@ import tyro
 from rich.console import Console
 
 from afield.apps.progress import watching
-from afield.apps.report import report
 from afield.fanout import run_all
+from afield.report import report
 from afield.suites import SUITES
 
 

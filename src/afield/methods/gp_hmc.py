@@ -73,8 +73,8 @@ class SampledWeights(KernelModel):
 
 def gp_hmc(draws: int = 100, warmup: int = 100, chains: int = 2) -> Method:
     """`draws` of each of the chains, after `warmup` steps that choose the step size."""
-    if min(draws, warmup, chains) < 1 or draws < 4:
-        raise ValueError(f"Expected at least 4 draws and 1 chain, got {draws} and {chains}.")
+    if draws < 4 or warmup < 1 or chains < 1:
+        raise ValueError(f"Expected at least 4 draws, 1 warm-up step and 1 chain, got {draws}, {warmup} and {chains}.")
 
     def build(backbone: BackboneFactory, num_outputs: int, settings: Settings = Settings(), /) -> nn.Module:
         return SampledWeights(num_outputs, settings)

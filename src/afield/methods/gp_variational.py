@@ -7,9 +7,11 @@ and S, Adam for Z, on all data at once. Z starts at random training inputs and i
 has its own m and S. The likelihood is Gaussian, or a softmax. The kernel is that of `gp-exact`, and stays: what differs
 from `gp-exact` is the inference alone, and for classes the likelihood.
 
-The paper finds that its variational process does not return to the prior away from the data. With its zero prior mean
-this one does, as k(Z, x) tends to zero; between the modes of `toy-regression` it follows the exact process, which is
-not back at its prior there either. Too few inducing points make it less sure there, not more.
+The paper finds that its variational process does not return to the prior away from the data. This one, with prior mean
+zero, does: k(Z, x) tends to zero away from Z. On `toy-regression` 20 inducing points follow the exact process to about
+0.01, also between the modes and at the ends. 5 are too few: it is then less sure on the data, not surer elsewhere.
+Stopped early it can look like the paper's: 100 steps at twice the learning rate left one seed of three with a standard
+deviation of 0.46 between the modes, where the exact process has 0.73.
 """
 
 from collections.abc import Iterable

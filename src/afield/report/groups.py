@@ -124,9 +124,11 @@ class Shown:
         return self.group.name
 
 
-def shown(group: Group) -> Shown:
-    """Read from the folder anew, so that no more than one run's predictions are in memory at a time."""
+def shown(group: Group) -> Shown | None:
+    """Read from the folder anew, so that what is not shown does not stay in memory; None without predictions."""
     run = runs.read(group.runs[0].folder)
+    if not (run.folder / runs.PREDICTIONS).is_file():
+        return None
     ood = [part for part in run.parts if part.startswith("ood/")]
     names = ["test/y", "grid/x", "train/x", "train/y", "test/features"]
     names += [f"{part}/{field}" for part in ood for field in ("x", "features")]

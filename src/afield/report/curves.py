@@ -7,11 +7,11 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from afield.apps.columns import word
-from afield.apps.groups import Shown
-from afield.apps.plots import CLASS_COLOURS, FAINT, INK, PER_ROW, Picture, line_of, panels, png, styled
 from afield.calibrate import risk_coverage
 from afield.metrics import NUM_BINS, auroc
+from afield.report.columns import word
+from afield.report.groups import Shown
+from afield.report.plots import CLASS_COLOURS, FAINT, INK, PER_ROW, Picture, line_of, panels, plain, png, styled
 
 _BLUE, _ORANGE = "#0072b2", "#e69f00"
 _LABEL = {"facecolor": "white", "edgecolor": "none", "alpha": 0.85, "pad": 1.5}
@@ -31,12 +31,7 @@ def reliability(task: str, groups: Sequence[Shown]) -> Picture | None:
         grid = figure.add_gridspec(2 * rows, columns, height_ratios=[3, 1] * rows)
         for i, each in enumerate(drawn):
             row, column = divmod(i, columns)
-            confidence, right = _confidence(each)
-            bins = (confidence * NUM_BINS).ceil().long().clamp(1, NUM_BINS) - 1  # as in afield.metrics.ece
-            count = torch.bincount(bins, minlength=NUM_BINS).double()
-            total = count.clamp_min(1)
-            accuracy = torch.bincount(bins, right, NUM_BINS) / total
-            mean = torch.bincount(bins, confidence, NUM_BINS) / total
+            count, accuracy, mean = in_bins(*_confidence(each))
             there = (count > 0).numpy()
             above = figure.add_subplot(grid[2 * row, column])
             below = figure.add_subplot(grid[2 * row + 1, column], sharex=above)
@@ -45,13 +40,13 @@ def reliability(task: str, groups: Sequence[Shown]) -> Picture | None:
             above.plot(mean.numpy()[there], accuracy.numpy()[there], ".", color=INK, ms=4)
             ece = float((count * (accuracy - mean).abs()).sum() / count.sum())
             above.text(0.05, 0.93, f"ECE {ece:.3f}", transform=above.transAxes, va="top", fontsize=8, bbox=_LABEL)
-            above.set(title=each.name, xlim=(0, 1), ylim=(0, 1))
+            above.set(title=plain(each.name), xlim=(0, 1), ylim=(0, 1))
             above.tick_params(labelbottom=False)
             below.bar(middle[there], count.numpy()[there], width * 0.92, color=FAINT)
             below.set_yscale("log")
             below.set_ylim(0.7, float(count.max()) * 2)
             below.set_xticks([0, 0.5, 1], ["0", "0.5", "1"])
-            if i + columns >= len(drawn):
+            if row == rows - 1:
                 below.set_xlabel("confidence")
             if column == 0:
                 above.set_ylabel("accuracy")
@@ -63,10 +58,18 @@ def reliability(task: str, groups: Sequence[Shown]) -> Picture | None:
         "reliability",
         "Reliability",
         f"Accuracy among test examples whose confidence falls in each of {NUM_BINS} bins (bars; dots stand at the "
-        "bin's mean confidence), and how many these are (grey, logarithmic). On the broken line, confidence is accuracy.",
+        "bin's mean confidence), and how many these are (grey, logarithmic). On the broken line the two are equal.",
         f"Reliability diagrams on the test data of {task}, one panel each for {', '.join(e.name for e in drawn)}.",
         content,
     )
+
+
+def in_bins(confidence: Tensor, right: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Number, accuracy and mean confidence of the examples in each bin, as `afield.metrics.ece` makes them."""
+    bins = (confidence * NUM_BINS).ceil().long().clamp(1, NUM_BINS) - 1
+    count = torch.bincount(bins, minlength=NUM_BINS).double()
+    sums = [torch.bincount(bins, weights.double(), NUM_BINS) for weights in (right, confidence)]
+    return count, sums[0] / count.clamp_min(1), sums[1] / count.clamp_min(1)
 
 
 def histograms(task: str, groups: Sequence[Shown]) -> Picture | None:
@@ -87,16 +90,19 @@ def histograms(task: str, groups: Sequence[Shown]) -> Picture | None:
             sides = {"test": inside, **outside}
             logs = {n: s.double().clamp_min(floor).log10().numpy() for n, s in sides.items()}
             low, high = min(v.min() for v in logs.values()), max(v.max() for v in logs.values())
-            room = max(0.0, 1 - (high - low)) / 2  # a score that is nearly constant still gets a decade
+            room = 0.5 if high - low < 0.01 else 0.0  # a constant score gets a decade to stand in
             edges = np.linspace(low - room, high + room, 41).tolist()
             for n, values in logs.items():
                 weights = np.full(len(values), 1 / np.histogram(values, edges)[0].max())
                 if n == "test":
                     axis.hist(values, edges, weights=weights, color=_BLUE, alpha=0.45, label="test")
                 else:
-                    axis.hist(values, edges, weights=weights, histtype="step", color=colours[n], linewidth=1.4, label=n)
-            axis.set_title(each.name)
+                    axis.hist(
+                        values, edges, weights=weights, histtype="step", color=colours[n], linewidth=1.4, label=plain(n)
+                    )
+            axis.set_title(plain(each.name))
             axis.set_yticks([])
+            axis.locator_params(axis="x", nbins=5)
             axis.spines["left"].set_visible(False)
         figure.supxlabel(f"log10 of {word(name)}", fontsize=9)
         handles, labels = axes[0].get_legend_handles_labels()
@@ -126,8 +132,10 @@ def roc(task: str, groups: Sequence[Shown]) -> Picture | None:
             for each in drawn:
                 scores = _scores(each)
                 if scores is not None and ood in scores[1]:
-                    axis.plot(*_curve(scores[0], scores[1][ood]), label=each.name, **styles[each.name])
-            axis.set(title=ood, xlabel="test data flagged", ylabel="OOD data flagged", xlim=(-0.01, 1), ylim=(0, 1.01))
+                    axis.plot(*roc_curve(scores[0], scores[1][ood]), label=plain(each.name), **styles[each.name])
+            axis.set(
+                title=plain(ood), xlabel="test data flagged", ylabel="OOD data flagged", xlim=(-0.01, 1), ylim=(0, 1.01)
+            )
         handles, labels = axes[0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside right center")
         content = png(figure)
@@ -143,6 +151,15 @@ def roc(task: str, groups: Sequence[Shown]) -> Picture | None:
     )
 
 
+def roc_curve(inside: Tensor, outside: Tensor) -> tuple[Tensor, Tensor]:
+    """(flagged inside, flagged outside) for all thresholds from the highest score down."""
+    thresholds = torch.cat([inside, outside]).unique().flip(0)
+    sides = [side.sort().values for side in (inside, outside)]
+    flagged = [1 - torch.searchsorted(side, thresholds).double() / len(side) for side in sides]
+    zero = torch.zeros(1, dtype=torch.float64)
+    return torch.cat([zero, flagged[0]]), torch.cat([zero, flagged[1]])
+
+
 def risk(task: str, groups: Sequence[Shown]) -> Picture | None:
     """Error rate among the most confident examples."""
     drawn = [each for each in groups if each.test.probs is not None and "test/y" in each.arrays]
@@ -156,7 +173,7 @@ def risk(task: str, groups: Sequence[Shown]) -> Picture | None:
             doubt, right = each.test.score("max_probability"), _confidence(each)[1]
             errors_first = right.argsort(stable=True)  # among ties, as in afield.metrics.aurc
             curve = risk_coverage(doubt[errors_first], right[errors_first].bool())
-            axis.plot(curve.coverage, 100 * curve.risk, label=each.name, **styles[each.name])
+            axis.plot(curve.coverage, 100 * curve.risk, label=plain(each.name), **styles[each.name])
         axis.set(xlabel="coverage: part of the test data that is answered", ylabel="errors among them, %", xlim=(0, 1))
         axis.set_ylim(bottom=0)
         axis.legend(loc="center left", bbox_to_anchor=(1.01, 0.5))
@@ -192,12 +209,3 @@ def _scores(each: Shown) -> tuple[Tensor, dict[str, Tensor]] | None:
         return each.test.score(name), {ood: prediction.score(name) for ood, prediction in each.ood.items()}
     except ValueError:
         return None
-
-
-def _curve(inside: Tensor, outside: Tensor) -> tuple[Tensor, Tensor]:
-    """(flagged inside, flagged outside) for all thresholds from the highest score down."""
-    thresholds = torch.cat([inside, outside]).unique().flip(0)
-    sides = [side.sort().values for side in (inside, outside)]
-    flagged = [1 - torch.searchsorted(side, thresholds).double() / len(side) for side in sides]
-    zero = torch.zeros(1, dtype=torch.float64)
-    return torch.cat([zero, flagged[0]]), torch.cat([zero, flagged[1]])

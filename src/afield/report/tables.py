@@ -94,8 +94,9 @@ class Table:
         return any(cell.paper for row in self.rows for cell in row.cells.values())
 
     def spreads(self, column: str) -> bool:
-        """Whether any cell of the column has a spread."""
-        return any(column in row.cells and row.cells[column].spread is not None for row in self.rows)
+        """Whether any figure of the column has a spread, ours or the paper's: then all leave room for one."""
+        cells = [row.cells[column] for row in self.rows if column in row.cells]
+        return any(cell.spread is not None or "±" in cell.paper for cell in cells)
 
     def best(self, column: str) -> list[Row]:
         """The rows whose cell is marked."""

@@ -3,9 +3,11 @@
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
-from afield.apps.groups import Shown
-from afield.apps.plots import FAINT, INK, OOD_COLOUR, Picture, line_of, panels, png, styled
+from afield.predictive import Prediction
+from afield.report.groups import Shown
+from afield.report.plots import FAINT, INK, OOD_COLOUR, Picture, line_of, panels, plain, png, styled
 
 _BLUE = "#0072b2"
 
@@ -33,7 +35,7 @@ def line(task: str, groups: Sequence[Shown]) -> Picture | None:
                 axis.fill_between(x, mean - half, mean + half, color=_BLUE, alpha=0.22, linewidth=0)
             axis.plot(x, mean, color=_BLUE, linewidth=1.6)
             axis.plot(each.arrays["train/x"].flatten(), each.arrays["train/y"].flatten(), ".", color=INK, ms=2.5)
-            axis.set_title(each.name)
+            axis.set_title(plain(each.name))
             axis.set_ylim(limits)
         content = png(figure)
     return Picture(
@@ -59,10 +61,9 @@ def interval_reliability(task: str, groups: Sequence[Shown]) -> Picture | None:
         figure, (axis,) = panels(1, width=6.4, height=3.6)
         axis.plot([0, 1], [0, 1], color=FAINT, linewidth=1)
         for each in drawn:
-            z = (each.arrays["test/y"].reshape(each.test.mean.shape) - each.test.mean).abs() / each.test.std
-            inside = torch.erf(z.double().flatten() / 2**0.5)  # the level at which the interval reaches the target
-            held = (inside[:, None] <= levels).double().mean(0)
-            axis.plot(levels, held, label=each.name, **styles[each.name])
+            axis.plot(
+                levels, held(each.test, each.arrays["test/y"], levels), label=plain(each.name), **styles[each.name]
+            )
         axis.set(xlabel="level of the interval", ylabel="part of the targets inside", xlim=(0, 1), ylim=(0, 1))
         axis.legend(loc="center left", bbox_to_anchor=(1.01, 0.5))
         content = png(figure)
@@ -74,6 +75,13 @@ def interval_reliability(task: str, groups: Sequence[Shown]) -> Picture | None:
         f"Interval coverage against level on the test data of {task} for {', '.join(each.name for each in drawn)}.",
         content,
     )
+
+
+def held(prediction: Prediction, target: Tensor, levels: Tensor) -> Tensor:
+    """Part of the targets inside the central interval of each level."""
+    z = (target.reshape(prediction.mean.shape) - prediction.mean).double().abs() / prediction.std.double()
+    reached = torch.erf(z.flatten() / 2**0.5)  # the level at which the interval reaches the target
+    return (reached[:, None] <= levels).double().mean(0)
 
 
 def _linear(each: Shown) -> bool:

@@ -2,7 +2,7 @@
 
 import re
 
-from afield.apps.tables import Cell, Column, Row, Table
+from afield.report.tables import Cell, Column, Row, Table
 
 NONE = "\u2013"
 _LATEX = {
@@ -14,6 +14,7 @@ _LATEX = {
     "↓": r"$\downarrow$",
     "→": r"$\to$",
     "±": r"$\pm$",
+    "≤": r"$\leq$",
     "<": r"\textless{}",
     ">": r"\textgreater{}",
     NONE: "--",

@@ -1,21 +1,19 @@
 """Pictures (matplotlib, from the extra `cli`). Colours are safe for colour-blind readers: cividis and Okabe-Ito's.
 
-In curves a colour is a base model and a line style is a way of combining models: see `afield.apps.groups`.
+In curves a colour is a base model and a line style is a way of combining models: see `afield.report.groups`.
 """
 
 import io
 import struct
-from collections.abc import Callable, Mapping, Sequence
+import textwrap
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
 from torch import Tensor
 
-from afield.apps.groups import Group, place
 from afield.predictive import Prediction
+from afield.report.groups import Group, place
 
 try:
     import matplotlib as mpl
@@ -75,6 +73,11 @@ class Picture:
         """Width and height in CSS pixels: half the PNG's, so that it is sharp on dense screens."""
         width, height = struct.unpack(">II", self.png[16:24])
         return round(width * 96 / _DPI), round(height * 96 / _DPI)
+
+
+def plain(text: str) -> str:
+    """A name as matplotlib shows it literally, where dollars would begin a formula, and no wider than a panel."""
+    return textwrap.fill(text, 26, break_long_words=False, break_on_hyphens=False).replace("$", r"\$")
 
 
 def styled() -> Any:
@@ -168,35 +171,5 @@ def surface(axis: Axes, grid: Tensor, values: Tensor, train: tuple[Tensor, Tenso
     return image
 
 
-def uncertainty_surfaces(
-    predictors: Mapping[str, Callable[[Tensor], Prediction]],
-    train: tuple[Tensor, Tensor],
-    ood: Tensor,
-    path: Path,
-    *,
-    resolution: int = 120,
-) -> Path:
-    """One panel a method: u(x) over the plane. Dark is certain, bright is not; crosses are points of `ood`."""
-    points = torch.cat([train[0], ood])
-    lines = [
-        torch.linspace(float(a), float(b), resolution) for a, b in zip(points.amin(0), points.amax(0), strict=True)
-    ]
-    grid = torch.stack(torch.meshgrid(*lines, indexing="xy"), dim=-1).flatten(0, 1)
-    with styled():
-        figure, axes = panels(len(predictors), width=3.1, height=3.5, extra=0.8)
-        for axis, (name, predict) in zip(axes, predictors.items(), strict=True):
-            image = surface(axis, grid, uncertainty(predict(grid)), train, ood)
-            axis.set_title(name)
-        colour_bar(figure, image, axes)
-        path.write_bytes(png(figure))
-    return path
-
-
 def colour_bar(figure: Figure, image: Any, axes: Sequence[Axes]) -> None:
-    figure.colorbar(
-        image,
-        ax=list(np.atleast_1d(np.array(axes, dtype=object))),
-        label="uncertainty  p (1 - p) / 0.25",
-        aspect=40,
-        pad=0.01,
-    )
+    figure.colorbar(image, ax=list(axes), label="uncertainty  p (1 - p) / 0.25", aspect=40, pad=0.01)

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from afield.apps.groups import Shown
-from afield.apps.plots import OOD_COLOUR, Picture, class_colours, panels, png, styled
+from afield.report.groups import Shown
+from afield.report.plots import OOD_COLOUR, Picture, class_colours, panels, plain, png, styled
 
-_MOST = 300  # of the test data, and of all OOD sets together
+_MOST = 250  # of the test data, and of all OOD sets together
 _LEAST = 10
 
 
@@ -18,13 +18,16 @@ def hidden(task: str, groups: Sequence[Shown]) -> Picture | None:
         return None
     try:
         from sklearn.manifold import TSNE
+        from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
     except ImportError as error:
         raise ImportError('t-SNE needs scikit-learn: pip install "afield[cli]".') from error
     with styled():
         figure, axes = panels(len(drawn))
         for axis, (each, (h, count)) in zip(axes, drawn, strict=True):
             perplexity = min(30.0, (len(h) - 1) / 3)
-            x, z = TSNE(perplexity=perplexity, init="pca", random_state=0).fit_transform(h).T
+            with threadpool_limits(1):  # on a busy machine its threads wait for each other, twenty times as long
+                place = TSNE(perplexity=perplexity, init="pca", random_state=0, max_iter=500).fit_transform(h)
+            x, z = place.T
             y = each.arrays["test/y"].flatten()[:count].numpy()
             if each.test.probs is not None:
                 colours = class_colours(int(each.arrays["test/y"].max()) + 1)
@@ -32,7 +35,7 @@ def hidden(task: str, groups: Sequence[Shown]) -> Picture | None:
             else:
                 axis.scatter(x[:count], z[:count], s=7, c=y, cmap="cividis", linewidths=0)
             axis.scatter(x[count:], z[count:], s=9, color=OOD_COLOUR, marker="x", linewidths=0.6, alpha=0.7)
-            axis.set_title(each.name)
+            axis.set_title(plain(each.name))
             axis.set_xticks([])
             axis.set_yticks([])
             axis.spines[:].set_visible(True)

@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from afield.apps.columns import ood_sets, usual_score, word
-from afield.apps.groups import Group
-from afield.apps.tables import Table
+from afield.report.columns import ood_sets, usual_score, word
+from afield.report.groups import Group
+from afield.report.tables import Table
 
 CLOSE, CORRELATED, CHANCE = 0.95, 0.5, 0.5
 Kinds = Mapping[str, Callable[[float], bool]]
@@ -73,13 +73,24 @@ def sort_into(values: Mapping[str, float], kinds: Kinds, *, falling: bool = True
     return statements
 
 
-def leaders(table: Table, most: int = 3) -> list[tuple[str, str, str]]:
-    """(heading, best figure, who has it) of the first column under each heading, costs aside."""
-    found: dict[str, tuple[str, str, str]] = {}
+@dataclass(frozen=True)
+class Leader:
+    """Who is best at what; `more` share the place without being named."""
+
+    what: str
+    value: str
+    names: tuple[str, ...]
+    more: int
+
+
+def leaders(table: Table, most: int = 3) -> list[Leader]:
+    """The best of the first column of every metric, costs aside; of a table with one row, that row."""
+    found: dict[str, Leader] = {}
     for column in table.columns:
-        rows = table.best(column.name)
-        if rows and column.above != "cost" and column.above not in found:
-            names = [row.name for row in rows]
-            who = ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
-            found[column.above] = (column.label, rows[0].cells[column.name].text, who)
+        metric, _, part = column.name.partition("/")
+        rows = table.best(column.name) if len(table.rows) > 1 else [r for r in table.rows if column.name in r.cells]
+        if rows and part and metric not in found:
+            what = word(metric) if part == "clean" else f"{word(metric)}: {column.title}"
+            names = tuple(row.name for row in rows)
+            found[metric] = Leader(what, rows[0].cells[column.name].text, names[:most], len(names[most:]))
     return list(found.values())

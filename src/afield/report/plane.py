@@ -10,10 +10,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from afield.apps.claims import means
-from afield.apps.columns import ood_sets
-from afield.apps.groups import Place, Shown
-from afield.apps.plots import FAINT, Picture, colour_bar, lattice, panels, png, styled, surface, uncertainty
+from afield.report.claims import means
+from afield.report.columns import ood_sets
+from afield.report.groups import Place, Shown
+from afield.report.plots import FAINT, Picture, colour_bar, lattice, panels, plain, png, styled, surface, uncertainty
 
 _COLUMNS = {"dnn": "dense (dnn)", "dnn-gp": "GP output (dnn-gp)", "sngp": "GP output, bounded (sngp)"}
 _ROWS = {"ensemble": "ensemble", "dropout": "dropout", "single": "single model"}
@@ -28,7 +28,7 @@ def surfaces(task: str, groups: Sequence[Shown]) -> Picture | None:
         figure, axes = panels(len(drawn), extra=0.6)
         for axis, each in zip(axes, drawn, strict=True):
             image = _draw(axis, each)
-            axis.set_title(each.name)
+            axis.set_title(plain(each.name))
         colour_bar(figure, image, axes)
         content = png(figure)
     return Picture(
@@ -71,7 +71,7 @@ def landscape(task: str, groups: Sequence[Shown]) -> Picture | None:
             if r == rows[-1]:
                 axis.set_xlabel(_COLUMNS[c], fontweight="bold")
             if each is not None and planar:
-                axis.set_title(each.name)
+                axis.set_title(plain(each.name))
         figure.supxlabel("dense  →  distance-aware", fontsize=9, color=FAINT)
         figure.supylabel("one model  →  many", fontsize=9, color=FAINT)
         if planar:
@@ -121,7 +121,9 @@ def _headline(axis: Axes, each: Shown, aurocs: Mapping[str, float]) -> None:
         if values:
             lines.append(f"{word} {fmean(values):.3f}")
     ink = "white" if shade < 0.6 else "black"
-    axis.text(0.5, 0.78, each.name, transform=axis.transAxes, ha="center", va="center", color=ink, fontweight="bold")
+    axis.text(
+        0.5, 0.78, plain(each.name), transform=axis.transAxes, ha="center", va="center", color=ink, fontweight="bold"
+    )
     axis.text(0.5, 0.36, "\n".join(lines), transform=axis.transAxes, ha="center", va="center", color=ink)
     _bare(axis)
 

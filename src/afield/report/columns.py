@@ -7,11 +7,11 @@ from dataclasses import replace
 import torch
 
 from afield import paper, runs
-from afield.apps.groups import Group
-from afield.apps.tables import Column, Figures, Table, from_paper, in_paper, make
 from afield.distances import FITTED
 from afield.judge import ALPHA
 from afield.metrics import HIGHER_IS_BETTER
+from afield.report.groups import Group
+from afield.report.tables import Column, Figures, Table, from_paper, in_paper, make
 from afield.runs import Run
 from afield.scores import SCORES
 
@@ -24,6 +24,8 @@ _WORDS = {"ece": "ECE", "nll": "NLL", "rmse": "RMSE", "crps": "CRPS", "auroc": "
 _WORDS |= {"accuracy": "accuracy, %", "interval_coverage": "95% interval holds"}
 _WORDS |= {"dempster_shafer": "Dempster-Shafer", "mahalanobis": "Mahalanobis", "aurc": "AURC"}
 _WORDS |= {"relative_mahalanobis": "relative Mahalanobis", "confidence": "mean confidence"}
+_WORDS |= {"brier": "Brier", "adaptive_ece": "adaptive ECE", "classwise_ece": "class-wise ECE"}
+_WORDS |= {"aupr_in": "AUPR, in-domain positive", "fpr95": "FPR at 95%"}
 _WORDS |= {"spearman": "Spearman", "rejected": "rejected, %", "false_alarms": "false alarms, %"}
 
 
@@ -96,8 +98,8 @@ def _sources(task: str, groups: Sequence[Group], columns: Sequence[Column]) -> s
     tables = {table.title: table for table, _ in filter(None, found)}
     named = [f"{table.title} ({table.label})" for table in tables.values()]
     notes = dict.fromkeys(table.note for table in tables.values() if table.note)
-    ours = "Ours may differ in network, data and training: see the settings below."
-    return " ".join([f"In grey, the paper's figures: {'; '.join(named)}.", ours, *notes])
+    ours = "Ours may differ in network, data and training: see the settings of the runs."
+    return " ".join([f"The paper's figures are from {'; '.join(named)}.", ours, *notes])
 
 
 def far_columns(groups: Sequence[Group]) -> list[Column]:
@@ -139,7 +141,7 @@ def p_value_table(task: str, groups: Sequence[Group]) -> Table | None:
 def all_metrics(task: str, groups: Sequence[Group]) -> Table:
     """Everything that was measured."""
     names = [*metrics_of(groups), *(c.name for c in COST)]
-    columns = [next((c for c in COST if c.name == n), column(n, n.split("/")[0])) for n in names]
+    columns = [next((c for c in COST if c.name == n), column(n)) for n in names]
     return _of_groups("all", "Every metric", task, groups, columns)
 
 
@@ -160,6 +162,8 @@ def against_exact(task: str, groups: Sequence[Group]) -> Table | None:
 
 
 def _gap(run: Run, reference: Run) -> tuple[float, float] | None:
+    if not all((each.folder / runs.PREDICTIONS).is_file() for each in (run, reference)):
+        return None
     a, b = runs.read(run.folder), runs.read(reference.folder)
     if "grid" not in a.parts or "grid" not in b.parts or not torch.equal(a.array("grid/x"), b.array("grid/x")):
         return None

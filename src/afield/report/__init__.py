@@ -1,0 +1,11 @@
+"""Reports on run folders: tables, statements and pictures on one HTML page. `report(folder)` writes it.
+
+groups    runs -> rows                      tables, columns    what a table is, which ones a task gets
+claims    figures -> sentences              typeset            tables in Markdown and LaTeX
+plots     what all pictures share           plane, line, curves, hidden    the pictures
+sections  what is told of one task          page               the page and the files beside it
+"""
+
+from afield.report.page import report
+
+__all__ = ["report"]

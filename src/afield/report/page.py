@@ -1,0 +1,165 @@
+"""All finished runs below a folder as one HTML file that needs nothing else.
+
+    report/index.html    tables and pictures, pictures inside
+    report/*.png         the pictures
+    report/report.md     the tables in Markdown
+    report/report.tex    the tables in LaTeX (booktabs, graphicx), to be \\input
+    report/report.json   the tables as data
+
+It reads run folders and nothing else. `index.html` is written last.
+"""
+
+import base64
+import re
+import shlex
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import UTC, datetime
+from functools import partial
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from afield import runs
+from afield.batch import track
+from afield.report.curves import histograms, reliability, risk, roc
+from afield.report.groups import Group, Shown, grouped, shown
+from afield.report.hidden import hidden
+from afield.report.line import interval_reliability, line
+from afield.report.plane import landscape, surfaces
+from afield.report.plots import Picture
+from afield.report.sections import Section, make, slug
+from afield.report.tables import Cell
+from afield.report.typeset import escape_markdown, latex, markdown
+from afield.version import __version__
+
+try:
+    from jinja2 import Environment, StrictUndefined
+except ImportError as error:
+    raise ImportError(f'{error}. Reports need an extra: pip install "afield[cli]".') from error
+
+TITLE = "Distance-aware uncertainty"
+DRAWINGS: tuple[Callable[[str, Sequence[Shown]], Picture | None], ...] = (
+    *(surfaces, line, landscape, hidden, reliability, interval_reliability, histograms, roc, risk),
+)
+"""Each draws a task, or says None where the task has nothing of the kind."""
+
+
+def report(root: Path, out: Path | None = None, *, title: str = TITLE) -> Path:
+    """Write the report; returns the path of its HTML file."""
+    found = runs.find(root)
+    if not found:
+        raise ValueError(
+            f"There is no finished run below {root}. Make one with `afield train`, or name another folder."
+        )
+    page = root / "report" / "index.html" if out is None else out if out.suffix == ".html" else out / "index.html"
+    page.parent.mkdir(parents=True, exist_ok=True)
+    tasks, notes = grouped(found)
+    pictures: dict[str, list[Picture]] = {task: [] for task in tasks}
+    for task, draw in track(_drawings(tasks), "drawing", total=len(tasks) * len(DRAWINGS)):
+        picture = draw()
+        if picture is not None:
+            pictures[task].append(picture)
+    slugs = _slugs(list(tasks))
+    sections = [make(task, slugs[task], groups, pictures[task], root) for task, groups in tasks.items()]
+    flags = ["--out", str(out)] * (out is not None) + ["--title", title] * (title != TITLE)
+    head = _head(sections, title, shlex.join(["afield", "report", str(root), *flags]))
+    head |= {"notes": [*notes, *_without_predictions(tasks)]}
+    for section in sections:
+        for picture in section.pictures:
+            runs.write(page.parent / f"{section.slug}-{picture.name}.png", picture.png)
+    runs.write(page.parent / "report.md", _markdown(sections, head))
+    runs.write(page.parent / "report.tex", _latex(sections, head))
+    runs.write_json(page.parent / "report.json", _data(sections, head))
+    runs.write(page, _template().render(**head, sections=sections))
+    return page
+
+
+def _drawings(tasks: Mapping[str, Sequence[Group]]) -> Iterator[tuple[str, Callable[[], Picture | None]]]:
+    """What there is to draw; the predictions of one task are in memory at a time."""
+    for task, groups in tasks.items():
+        predictions = [each for group in groups if (each := shown(group)) is not None]
+        for drawing in DRAWINGS:
+            yield task, partial(drawing, task, predictions)
+
+
+def _without_predictions(tasks: Mapping[str, Sequence[Group]]) -> list[str]:
+    first = [group.runs[0].folder for groups in tasks.values() for group in groups]
+    missing = [folder for folder in first if not (folder / runs.PREDICTIONS).is_file()]
+    return [f"No picture shows {folder}, which has no {runs.PREDICTIONS}; the tables do." for folder in missing]
+
+
+def _head(sections: Sequence[Section], title: str, command: str) -> dict[str, Any]:
+    told = [run for section in sections for group in section.groups for run in group.runs]
+
+    def seen(name: str) -> str:
+        return ", ".join(sorted({str(run.environment.get(name, "unknown")) for run in told}))
+
+    return {
+        "title": title,
+        "made": datetime.now(UTC).strftime("%d %B %Y, %H:%M UTC").lstrip("0"),
+        "machines": seen("machine"),
+        "versions": "; ".join(f"{name} {seen(name)}" for name in ("afield", "torch", "numpy", "python")),
+        "command": command,
+        "version": __version__,
+        "number_of_runs": len(told),
+        "number_of_methods": len({run.method for run in told}),
+    }
+
+
+def _markdown(sections: Sequence[Section], head: dict[str, Any]) -> str:
+    parts = [f"# {escape_markdown(head['title'])}\n", f"{head['made']}. {head['versions']}. `{head['command']}`\n"]
+    parts.append("Mean over runs ± standard deviation; bold: best of the column as printed.\n")
+    for section in sections:
+        parts += [f"## {escape_markdown(section.task)}\n", f"{section.about}.\n"]
+        for table in section.tables:
+            parts.append(markdown(table))
+            if table is section.far:
+                parts += [escape_markdown(" ".join(map(str, claim))) + "\n" for claim in section.claims]
+        parts += [
+            f"![{escape_markdown(picture.alt)}]({section.slug}-{picture.name}.png)\n\n{escape_markdown(picture.caption)}\n"
+            for picture in section.pictures
+        ]
+    return "\n".join(parts)
+
+
+def _latex(sections: Sequence[Section], head: dict[str, Any]) -> str:
+    lines = [f"% {head['title']}, {head['made']}", f"% {head['command']}", r"% \usepackage{booktabs,graphicx}", ""]
+    comments = "\n".join(re.sub(r"\s+", " ", line) for line in lines)
+    tables = [latex(table, f"{s.slug}-{table.name}", s.task) for s in sections for table in s.tables]
+    return comments + "\n\n" + "\n".join(tables)
+
+
+def _data(sections: Sequence[Section], head: dict[str, Any]) -> dict[str, Any]:
+    tasks = {
+        section.task: {
+            "tables": {table.name: table.to_dict() for table in [*section.tables, section.all]},
+            "claims": [" ".join(map(str, claim)) for claim in section.claims],
+        }
+        for section in sections
+    }
+    return {**head, "tasks": tasks}
+
+
+def _slugs(tasks: Sequence[str]) -> dict[str, str]:
+    """Names for files and anchors, each its own."""
+    slugs: dict[str, str] = {}
+    for task in tasks:
+        name, number = slug(task), 2
+        while name in slugs.values():
+            name, number = f"{slug(task)}-{number}", number + 1
+        slugs[task] = name
+    return slugs
+
+
+def _template() -> Any:
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment.filters["base64"] = lambda picture: base64.b64encode(picture.png).decode()
+    environment.filters["tint"] = _tint
+    environment.filters["slug"] = slug
+    source = resources.files("afield.report").joinpath("page.html.jinja").read_text(encoding="utf-8")
+    return environment.from_string(source)
+
+
+def _tint(cell: Cell) -> str:
+    """How strongly an AUROC is shaded: not at all at 0.5, most at 1."""
+    return f"{0.3 * min(max(2 * cell.mean - 1, 0.0), 1.0) ** 2:.3f}"
