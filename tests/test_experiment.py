@@ -5,7 +5,9 @@ import json
 import signal
 import subprocess
 import sys
+import time
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -229,6 +231,45 @@ def test_one_failing_run_does_not_stop_the_others(tmp_path: Path):
     with pytest.raises(ValueError, match="Methods expect categorical or gaussian targets, got poisson"):
         run_all([bad, good], tmp_path, jobs=1)
     assert runs.finished(tmp_path / good.folder)
+
+
+MANY = """
+import sys, torch
+from pathlib import Path
+from afield.experiment import Config
+from afield.fanout import run_all
+if __name__ == "__main__":
+    configs = [Config.of("two-moons", "dnn", seed=seed, preset="smoke", epochs=300) for seed in (0, 1)]
+    run_all(configs, Path(sys.argv[1]), jobs=2)
+"""
+
+
+def test_workers_die_with_a_killed_parent_and_leave_their_folders(tmp_path: Path):
+    (tmp_path / "many.py").write_text(MANY)
+    parent = subprocess.Popen([sys.executable, str(tmp_path / "many.py"), str(tmp_path)])
+    folders = [tmp_path / "two-moons" / "dnn" / str(seed) for seed in (0, 1)]
+    _wait(lambda: all((folder / "checkpoint.pt").exists() for folder in folders))
+    parent.send_signal(signal.SIGKILL)
+    parent.wait(timeout=30)
+
+    def free() -> bool:
+        try:
+            for folder in folders:
+                with runs.locked(folder):
+                    pass
+        except runs.Busy:
+            return False
+        return True
+
+    _wait(free)
+    assert not any(map(runs.finished, folders))
+
+
+def _wait(condition: Callable[[], bool], seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
 
 
 def test_run_all_refuses_no_processes(tmp_path: Path):

@@ -93,6 +93,7 @@ def test_method_contract(name: str, task_of: Callable[[str], Task], tmp_path: Pa
 @pytest.mark.parametrize("name", METHODS)
 def test_seed_decides_the_model(name: str, task_of: Callable[[str], Task]):
     task = task_of(name)
+    task = dataclasses.replace(task, train=TensorDataset(*(t[:60] for t in task.train.tensors)))
     x = task.test.tensors[0]
     first, again, other = (
         METHODS[name].predict(fit(task, METHODS[name], seed=seed, epochs=2), x).probs for seed in (0, 0, 1)

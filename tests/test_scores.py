@@ -34,7 +34,8 @@ def prediction(logits: Tensor, variance: Tensor, number: int = 0) -> Prediction:
 
 
 def example(number: int = 0, n: int = 20, k: int = 4) -> Prediction:
-    return prediction(2 * normal(n, k, number=number), normal(n, number=number + 1).square())
+    """Its logits are negative, so that they may be minus distances as well."""
+    return prediction(-20 + 2 * normal(n, k, number=number), normal(n, number=number + 1).square())
 
 
 # Independent one-liners -----------------------------------------------------------------------------------------
@@ -50,6 +51,7 @@ def dempster_shafer(p: Prediction) -> np.ndarray:
 FORMULAS: dict[str, Callable[[Prediction], np.ndarray]] = {
     "max_probability": lambda p: 1 - p.probs.numpy().max(1),
     "max_logit": lambda p: -p.logits.numpy().max(1),
+    "min_distance": lambda p: (-p.logits.numpy()).min(1),
     "entropy": lambda p: stats.entropy(p.probs.numpy(), axis=1),
     "energy": lambda p: -np.log(np.exp(p.logits.numpy()).sum(1)),
     "dempster_shafer": dempster_shafer,
@@ -92,7 +94,12 @@ def test_the_order_of_the_classes_does_not_matter(name: str) -> None:
     torch.testing.assert_close(SCORES[name](shuffled), SCORES[name](p))
 
 
-@pytest.mark.parametrize("name", SCORES)
+def test_min_distance_refuses_logits_that_are_no_distances() -> None:
+    with pytest.raises(ValueError, match="needs logits that are minus distances, as isomax-plus has, got positive"):
+        SCORES["min_distance"](Prediction(torch.tensor([[-1.0, 0.1]])))
+
+
+@pytest.mark.parametrize("name", sorted(set(SCORES) - {"min_distance"}))
 def test_one_logit_scores_as_two_opposite_ones_and_both_signs_alike(name: str) -> None:
     z, v = 2 * normal(20, 1), normal(20, number=1).square()
     scores = []
@@ -116,7 +123,7 @@ def test_more_variance_is_further(name: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(set(SCORES) - OF_THE_VARIANCE))
 def test_scores_of_the_mean_do_not_see_the_variance(name: str) -> None:
-    logits, v = 2 * normal(20, 4), 0.5 + normal(20, number=1).square()
+    logits, v = -20 + 2 * normal(20, 4), 0.5 + normal(20, number=1).square()
     near, far = (SCORES[name](prediction(logits, s * v)) for s in (1, 8))
     assert torch.equal(near, far)
 

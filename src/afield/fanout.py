@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
@@ -118,7 +119,7 @@ def _explained(error: BaseException, count: int) -> BaseException:
 def _pool(jobs: int, channel: Any) -> Iterator[ProcessPoolExecutor]:
     threads = max(1, (os.cpu_count() or 1) // jobs)
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(jobs, context, _prepare, (threads, channel)) as pool:
+    with ProcessPoolExecutor(jobs, context, _prepare, (threads, channel, os.getpid())) as pool:
         yield pool
 
 
@@ -149,11 +150,19 @@ def _listening(on_event: OnEvent) -> Iterator[Any]:
 _CHANNEL: Any = None
 
 
-def _prepare(threads: int, channel: Any) -> None:
+def _prepare(threads: int, channel: Any, parent: int) -> None:
     """In a new worker process."""
     global _CHANNEL
     _CHANNEL = channel
     torch.set_num_threads(threads)
+    threading.Thread(target=_follow, args=(parent,), daemon=True).start()
+
+
+def _follow(parent: int) -> None:
+    """Die with the process that wants the runs: an orphan would go on holding the locks of its folders."""
+    while os.getppid() == parent:
+        time.sleep(0.2)
+    os._exit(1)
 
 
 def _work(config: Config, out: Path, fresh: bool) -> Run:

@@ -11,7 +11,7 @@ from afield.tasks import TASKS
 SINGLE = ("dnn", "dnn-sn", "dnn-gp", "sngp")
 FIGURE_1D = ("gp-exact", "gp-random-features", "gp-variational")
 FIGURE_2D = ("gp-hmc", "deep-ensemble", "mc-dropout", "dnn-gp", "sngp")
-LANDSCAPE = ("dnn-gp-dropout", "sngp-dropout", "sngp-ensemble")
+LANDSCAPE = ("dnn-gp-dropout", "sngp-dropout", "dnn-gp-ensemble", "sngp-ensemble")
 
 
 @dataclass(frozen=True)

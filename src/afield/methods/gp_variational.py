@@ -8,8 +8,9 @@ has its own m and S. The likelihood is Gaussian, or a softmax. The kernel is tha
 from `gp-exact` is the inference alone, and for classes the likelihood.
 
 The paper finds that its variational process does not return to the prior away from the data. This one, with prior mean
-zero, does: k(Z, x) tends to zero away from Z. On `toy-regression` 20 inducing points follow the exact process to about
-0.01, also between the modes and at the ends. 5 are too few: it is then less sure on the data, not surer elsewhere.
+zero, does: k(Z, x) tends to zero away from Z. On `toy-regression` 20 inducing points follow the exact process between
+the modes and at the ends: the root mean square error of mean and standard deviation over the grid was below 0.05 for
+each of 7 seeds. 5 are too few: it is then less sure on the data, not surer elsewhere.
 Stopped early it can look like the paper's: 100 steps at twice the learning rate left one seed of three with a standard
 deviation of 0.46 between the modes, where the exact process has 0.73.
 """
