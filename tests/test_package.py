@@ -18,19 +18,8 @@ ORDER = [
     *("version", "registry", "eager", "features", "laplace", "predictive", "scores", "distances", "head"),
     *("spectral", "batch", "convert", "posterior", "calibrate", "solve"),
     *("diagnose", "persist", "metrics", "backbones", "tasks", "methods"),
-    *(
-        "engine",
-        "judge",
-        "runs",
-        "experiment",
-        "fanout",
-        "suites",
-        "paper",
-        "report",
-        "estimators",
-        "integrations",
-        "apps",
-    ),
+    *("engine", "judge", "runs", "experiment", "fanout", "paper", "suites", "report"),
+    *("estimators", "integrations", "apps"),
 ]
 PUBLIC = {
     *("sngp", "attach", "SNGP", "GaussianProcessHead", "Prediction", "bound", "fold"),

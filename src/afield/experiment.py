@@ -27,7 +27,7 @@ from torch.utils.data import Dataset
 
 from afield import runs
 from afield.engine import batches, fit
-from afield.judge import fit_scores, judge
+from afield.judge import fit_scores, judge, targets
 from afield.methods import METHODS, Method
 from afield.predictive import Prediction
 from afield.runs import Run
@@ -248,7 +248,7 @@ def _log(file: Any, line: dict[str, Any]) -> None:
 
 def _arrays(task: Task) -> dict[str, Tensor]:
     """Targets, and for tasks that can be drawn also inputs."""
-    arrays = {f"{name}/y": data.tensors[-1] for name, data in (("val", task.val), ("test", task.test))}
+    arrays = {f"{name}/y": targets(data) for name, data in (("val", task.val), ("test", task.test))}
     if task.grid is not None:
         arrays |= {"grid/x": task.grid, "train/x": task.train.tensors[0], "train/y": task.train.tensors[-1]}
         arrays |= {f"ood/{name}/x": data.tensors[0][:_DRAWN] for name, data in task.ood.items()}

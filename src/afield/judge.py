@@ -105,9 +105,10 @@ def fit_scores(predict: Predict, train: Iterable[Any], num_classes: int) -> dict
 
 
 def targets(data: Any) -> Tensor:
-    """All targets of a data set, in order."""
-    tensors = getattr(data, "tensors", None)
-    return tensors[-1] if tensors is not None else torch.tensor([y for _, y in data])
+    """All targets of a data set, in order; from its `tensors` or `targets`, without reading inputs, if it has them."""
+    if hasattr(data, "tensors"):
+        return data.tensors[-1]
+    return torch.as_tensor(data.targets if hasattr(data, "targets") else [y for _, y in data])
 
 
 def _follows_distance(task: Task, predictions: Mapping[str, Prediction]) -> float:

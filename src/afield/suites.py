@@ -5,13 +5,21 @@ from dataclasses import dataclass
 
 from afield.experiment import Config
 from afield.methods import METHODS
+from afield.paper import METHOD_OF
 from afield.registry import Registry
-from afield.tasks import TASKS
+from afield.tasks import uci
 
 SINGLE = ("dnn", "dnn-sn", "dnn-gp", "sngp")
 FIGURE_1D = ("gp-exact", "gp-random-features", "gp-variational")
 FIGURE_2D = ("gp-hmc", "deep-ensemble", "mc-dropout", "dnn-gp", "sngp")
 LANDSCAPE = ("dnn-gp-dropout", "sngp-dropout", "dnn-gp-ensemble", "sngp-ensemble")
+
+ROWS = ("dnn", "isomax-plus", "duq-gp", "dnn-sn", "dnn-gp", "sngp", "mc-dropout", "deep-ensemble", "sngp-ensemble")
+CROSSES = tuple(
+    METHOD_OF[f"{base} + {what}"]
+    for what in ("Dropout", "Ensemble", "AugMix")
+    for base in ("DNN", "DNN-SN", "DNN-GP", "SNGP")
+)
 
 
 @dataclass(frozen=True)
@@ -40,6 +48,10 @@ class Suite:
         ]
 
 
+def _table(task: str, title: str, methods: Sequence[str]) -> Suite:
+    return Suite(title, {task: tuple(dict.fromkeys(methods))}, {"smoke": 1, "small": 3, "paper": 10})
+
+
 SUITES: Registry[Suite] = Registry("suite")
 SUITES["toy"] = Suite(
     "Low-dimensional experiments (paper: figures 1d_exp and 2d_exp)",
@@ -52,5 +64,15 @@ SUITES["toy"] = Suite(
     },
     {"smoke": 1, "small": 3, "paper": 10},
 )
-
-assert all(task in TASKS for suite in SUITES.values() for task in suite.methods)
+SUITES["clinc"] = _table("clinc", "Intents, CLINC150 (paper: table clinc)", ROWS)
+SUITES["cifar10"] = _table("cifar10", "CIFAR-10 (paper: tables cifar10, cifar10-abl and cifar-ood)", (*ROWS, *CROSSES))
+SUITES["cifar100"] = _table("cifar100", "CIFAR-100 (paper: tables cifar100 and cifar100-abl)", (*ROWS, *CROSSES))
+SUITES["imagenet"] = _table("imagenet", "ImageNet (paper: table imagenet)", ROWS)
+SUITES["genomics"] = _table("genomics", "Bacteria (paper: table genomics)", ROWS)
+SUITES["fashion"] = _table("fashion", "Fashion-MNIST, all crosses", (*ROWS, *CROSSES))
+SUITES["uci"] = Suite(
+    "Regression on UCI sets, a split for every seed",
+    dict.fromkeys(uci.RECIPES, ("dnn", "sngp", "mc-dropout", "deep-ensemble", "gp-exact")),
+    {"smoke": 1, "small": 3, "paper": 20},
+    splits=True,
+)

@@ -32,12 +32,17 @@ def page() -> str:
     lines += [f"| `{f.name}` | {_plain(getattr(default, f.name))} | {meaning[f.name]} |" for f in fields(Settings)]
     lines += ["", "What tasks set differently:", "", "| task | preset | settings |", "| --- | --- | --- |"]
     for name, recipe in TASKS.items():
-        for preset in PRESETS:
-            own = recipe.settings_for(preset)
-            changed = [f.name for f in fields(Settings) if getattr(own, f.name) != getattr(default, f.name)]
-            text = ", ".join(f"{n} {_plain(getattr(own, n))}" for n in changed) or "as above"
-            lines.append(f"| {name} | {preset} | {text} |")
+        texts = [_changes(recipe.settings_for(preset)) for preset in PRESETS]
+        for text in dict.fromkeys(texts):
+            alike = [preset for preset, own in zip(PRESETS, texts, strict=True) if own == text]
+            lines.append(f"| {name} | {', '.join(alike)} | {text} |")
     return "\n".join(lines) + "\n"
+
+
+def _changes(settings: Settings) -> str:
+    default = Settings()
+    names = [f.name for f in fields(Settings) if getattr(settings, f.name) != getattr(default, f.name)]
+    return ", ".join(f"{name} {_plain(getattr(settings, name))}" for name in names) or "as above"
 
 
 def meanings() -> dict[str, str]:

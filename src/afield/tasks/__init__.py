@@ -1,7 +1,7 @@
 """Tasks: data with in-domain, shifted and OOD parts. `TASKS[name](seed, preset)` makes one."""
 
 from afield.registry import Registry
-from afield.tasks import toy
+from afield.tasks import cifar, clinc, fashion, genomics, imagenet, toy, uci
 from afield.tasks.task import PRESETS, Recipe, Settings, Task, presets
 
 TASKS: Registry[Recipe] = Registry("task")
@@ -11,5 +11,12 @@ TASKS["two-ovals"] = toy.planar("two-ovals", toy.ovals)
 TASKS["circles"] = toy.planar("circles", toy.circles)
 TASKS["blobs"] = toy.planar("blobs", toy.blobs, classes=5)
 TASKS["digits"] = Recipe(toy.digits, presets(Settings()))
+TASKS["clinc"] = clinc.RECIPE
+TASKS["cifar10"] = cifar.cifar("cifar10", 10)
+TASKS["cifar100"] = cifar.cifar("cifar100", 100)
+TASKS["fashion"] = fashion.RECIPE
+TASKS["genomics"] = genomics.RECIPE
+TASKS["imagenet"] = imagenet.RECIPE
+TASKS.update(uci.RECIPES)
 
 __all__ = ["PRESETS", "TASKS", "Recipe", "Settings", "Task"]

@@ -19,6 +19,7 @@ import numpy as np
 
 from afield.registry import Registry
 from afield.tasks import blur, weather
+from afield.tasks.pictures import pillow
 
 SEVERITIES = (1, 2, 3, 4, 5)
 _AT_ONCE = 256  # images: what is worked on should stay in the processor's cache
@@ -92,14 +93,14 @@ def elastic_transform(x: np.ndarray, severity: int, rng: np.random.Generator) ->
 def pixelate(x: np.ndarray, severity: int, rng: np.random.Generator) -> np.ndarray:
     """Down and up again by box averages."""
     scale = (0.95, 0.9, 0.85, 0.75, 0.65)[severity - 1]
-    image = _pillow()
+    image = pillow()
     height, width = x.shape[1:3]
     small, box = (int(width * scale), int(height * scale)), image.Resampling.BOX
     return _each(x, lambda picture: picture.resize(small, box).resize((width, height), box))
 
 
 def jpeg_compression(x: np.ndarray, severity: int, rng: np.random.Generator) -> np.ndarray:
-    image, quality = _pillow(), (80, 65, 58, 50, 40)[severity - 1]
+    image, quality = pillow(), (80, 65, 58, 50, 40)[severity - 1]
 
     def again(picture: Any) -> Any:
         stream = io.BytesIO()
@@ -136,14 +137,6 @@ def _cut(x: np.ndarray) -> np.ndarray:
 
 def _each(x: np.ndarray, change: Callable[[Any], Any]) -> np.ndarray:
     """Through Pillow, one image at a time."""
-    image = _pillow()
+    image = pillow()
     pictures = (image.fromarray(pixels) for pixels in np.rint(x * 255).astype(np.uint8))
     return np.stack([np.asarray(change(picture)) for picture in pictures]) / np.float64(255)
-
-
-def _pillow() -> Any:
-    try:
-        from PIL import Image
-    except ImportError as error:
-        raise ImportError('Pixelate and JPEG need Pillow: pip install "afield[vision]".') from error
-    return Image

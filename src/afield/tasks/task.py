@@ -84,7 +84,8 @@ class Recipe:
     settings: Mapping[str, Settings]
 
     def __call__(self, seed: int = 0, preset: str = "small") -> Task:
-        return replace(self.load(seed, preset), settings=self.settings_for(preset))
+        settings = self.settings_for(preset)  # before the data: an unknown preset should not wait for it
+        return replace(self.load(seed, preset), settings=settings)
 
     def settings_for(self, preset: str) -> Settings:
         if preset not in self.settings:

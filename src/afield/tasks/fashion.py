@@ -1,0 +1,87 @@
+"""Fashion-MNIST, clothes, against MNIST, digits, and notMNIST, letters: 28 x 28 in grey. Not in the paper.
+
+Files that are looked for, the published ones first (https://github.com/zalandoresearch/fashion-mnist):
+
+    FashionMNIST/raw/*-ubyte[.gz]               else images/fashion_mnist_30k_10k.npz
+    MNIST/raw/t10k-images-idx3-ubyte[.gz]       else images/mnist_test10k.npz
+    notMNIST/t10k-images-idx3-ubyte[.gz]        else images/notmnist_dev5k.npz
+
+Validation data is a tenth of the training data, cut by the seed. `small` is the first 30,000 training images and a
+Wide ResNet-10-1, `paper` is everything and a Wide ResNet-16-4.
+"""
+
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+from torch.utils.data import TensorDataset
+
+from afield.backbones.wide_resnet import WideResNet
+from afield.tasks.data import arrays
+from afield.tasks.formats import idx
+from afield.tasks.images import (
+    Labelled,
+    crop_and_flip,
+    cut,
+    dataset,
+    first_per_class,
+    locate,
+    named_ood,
+    noise,
+    to_tensor,
+)
+from afield.tasks.task import Recipe, Settings, Task
+
+MEAN, STD = (0.2860,), (0.3530,)
+_SIZES = {"smoke": (100, 20, 100), "small": (3000, 1000, 5000), "paper": (6000, 1000, 10_000)}  # a class, a class, OOD
+_NETS = {"smoke": (10, 1), "small": (10, 1), "paper": (16, 4)}
+_SMALL = Settings(
+    epochs=10,
+    learning_rate=0.2,
+    head_learning_rate=2.0,
+    optimizer="sgd",
+    weight_decay=5e-4,
+    warmup=0.2,
+    bound=6.0,
+)
+_FILE = "images/fashion_mnist_30k_10k.npz"
+
+
+def fashion(seed: int, preset: str) -> Task:
+    train_size, test_size, ood_size = _SIZES[preset]
+    (x, y), (x_test, y_test) = (_part(name) for name in ("train", "t10k"))
+    chosen, tested = first_per_class(y, train_size), first_per_class(y_test, test_size)
+    train, val = cut(x[chosen], y[chosen], seed)
+    ood = {name: TensorDataset(to_tensor(_images(name)[:ood_size])) for name in ("mnist", "notmnist")}
+    return Task(
+        "fashion",
+        train,
+        val,
+        dataset(x_test[tested], y_test[tested]),
+        ood={**ood, "noise": noise(min(ood_size, 2500), (1, 28, 28), seed=0), **named_ood(1, 28)},
+        num_outputs=10,
+        backbone=partial(WideResNet, *_NETS[preset], mean=MEAN, std=STD),
+        augment=partial(crop_and_flip, padding=2),
+    )
+
+
+RECIPE = Recipe(fashion, {"smoke": replace(_SMALL, epochs=2), "small": _SMALL, "paper": replace(_SMALL, epochs=60)})
+
+
+def _part(name: str) -> Labelled:
+    files = [locate(*_packed(f"FashionMNIST/raw/{name}-{kind}-ubyte")) for kind in ("images-idx3", "labels-idx1")]
+    if files[0] and files[1]:
+        return idx(files[0]), idx(files[1]).astype(np.int64)
+    content, suffix = arrays(_FILE), "tr" if name == "train" else "te"
+    return content[f"x{suffix}"], content[f"y{suffix}"].astype(np.int64)
+
+
+def _images(name: str) -> np.ndarray:
+    folder = "MNIST/raw" if name == "mnist" else "notMNIST"
+    if path := locate(*_packed(f"{folder}/t10k-images-idx3-ubyte")):
+        return idx(path)
+    return arrays("images/mnist_test10k.npz" if name == "mnist" else "images/notmnist_dev5k.npz")["x"]
+
+
+def _packed(name: str) -> tuple[str, str]:
+    return name, f"{name}.gz"
