@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -246,7 +247,7 @@ if __name__ == "__main__":
 
 def test_workers_die_with_a_killed_parent_and_leave_their_folders(tmp_path: Path):
     (tmp_path / "many.py").write_text(MANY)
-    parent = subprocess.Popen([sys.executable, str(tmp_path / "many.py"), str(tmp_path)])
+    parent = subprocess.Popen([sys.executable, str(tmp_path / "many.py"), str(tmp_path)], start_new_session=True)
     folders = [tmp_path / "two-moons" / "dnn" / str(seed) for seed in (0, 1)]
     _wait(lambda: all((folder / "checkpoint.pt").exists() for folder in folders))
     parent.send_signal(signal.SIGKILL)
@@ -263,6 +264,15 @@ def test_workers_die_with_a_killed_parent_and_leave_their_folders(tmp_path: Path
 
     _wait(free)
     assert not any(map(runs.finished, folders))
+    _wait(lambda: not _any_alive(parent.pid))
+
+
+def _any_alive(group: int) -> bool:
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 def _wait(condition: Callable[[], bool], seconds: float = 60.0) -> None:

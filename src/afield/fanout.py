@@ -4,6 +4,7 @@ Members come before the ensembles that are made of them, each once. Runs that ar
 call after Ctrl-C, a crash or a kill goes on where the last one stopped.
 """
 
+import contextlib
 import functools
 import multiprocessing
 import os
@@ -126,25 +127,21 @@ def _pool(jobs: int, channel: Any) -> Iterator[ProcessPoolExecutor]:
 @contextmanager
 def _listening(on_event: OnEvent) -> Iterator[Any]:
     """A queue whose events are handed to `on_event` by a thread."""
-    with multiprocessing.get_context("spawn").Manager() as manager:
-        channel, stop = manager.Queue(), threading.Event()
+    channel, stop = multiprocessing.get_context("spawn").Queue(), threading.Event()
 
-        def listen() -> None:
-            while not stop.is_set() or not channel.empty():
-                try:
-                    on_event(channel.get(timeout=0.1))
-                except queue.Empty:
-                    continue
-                except (EOFError, ConnectionError, BrokenPipeError):
-                    return
+    def listen() -> None:
+        while not stop.is_set() or not channel.empty():
+            with contextlib.suppress(queue.Empty):
+                on_event(channel.get(timeout=0.1))
 
-        thread = threading.Thread(target=listen, daemon=True)
-        thread.start()
-        try:
-            yield channel
-        finally:
-            stop.set()
-            thread.join(timeout=5)
+    thread = threading.Thread(target=listen, daemon=True)
+    thread.start()
+    try:
+        yield channel
+    finally:
+        stop.set()
+        thread.join(timeout=5)
+        channel.close()
 
 
 _CHANNEL: Any = None
