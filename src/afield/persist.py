@@ -58,8 +58,8 @@ def save_model(model: SNGP, path: str | os.PathLike[str], *, metadata: dict[str,
         "metadata": metadata or {},
     }
     text = json.dumps(index, indent=2, allow_nan=False) + "\n"
-    _write(folder / f"model-{digest[:16]}.safetensors", payload)
-    _write(folder / INDEX, text.encode())
+    write_file(folder / f"model-{digest[:16]}.safetensors", payload)
+    write_file(folder / INDEX, text.encode())
     for old in folder.glob("model-*.safetensors"):
         if digest[:16] not in old.name:
             old.unlink()
@@ -143,7 +143,7 @@ def _always_double(name: str) -> bool:
     return name.endswith(("precision.data", "reference", "length_scale", "radius", *SCALARS))
 
 
-def _write(path: Path, data: bytes) -> None:
+def write_file(path: Path, data: bytes) -> None:
     """Write to a temporary name, flush to disk, rename."""
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:

@@ -16,7 +16,6 @@ import contextlib
 import functools
 import io
 import json
-import os
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from afield.persist import write_file
 from afield.predictive import Prediction
 
 CONFIG, LOG, CHECKPOINT, MODEL = "config.toml", "log.jsonl", "checkpoint.pt", "model.safetensors"
@@ -134,10 +134,8 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def write(path: Path, content: str | bytes) -> None:
-    """Write to a temporary name, then rename."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_bytes(content.encode() if isinstance(content, str) else content)
-    os.replace(temporary, path)
+    """All of the content, or nothing."""
+    write_file(path, content.encode() if isinstance(content, str) else content)
 
 
 def write_json(path: Path, value: Any) -> None:
