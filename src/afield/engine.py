@@ -6,7 +6,7 @@ killed goes on after its last finished epoch and ends where it would have ended,
 
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -58,7 +58,10 @@ def train(
     """Gradient steps on shuffled batches."""
     assert method.loss is not None
     shuffle = torch.Generator()
-    loader = _loader(task.train, settings.batch_size, RandomSampler(task.train, generator=shuffle))
+    if task.order is None:
+        loader = _loader(task.train, settings.batch_size, RandomSampler(task.train, generator=shuffle))
+    else:
+        loader = DataLoader(task.train, batch_size=None, sampler=_Order(task, settings.batch_size, shuffle))
     optimizer = make_optimizer(model, settings)
     factor = schedule(settings, settings.epochs * len(loader))
     decay = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
@@ -130,6 +133,20 @@ def _loader(data: Dataset[Any], size: int, order: Sampler[int]) -> DataLoader[An
     if isinstance(data, TensorDataset):  # a batch at a time: one by one, small networks would wait for their data
         return DataLoader(data, batch_size=None, sampler=BatchSampler(order, size, drop_last=False))
     return DataLoader(data, size, sampler=order)
+
+
+class _Order(Sampler[list[int]]):
+    """The task's own batches, drawn anew in every epoch."""
+
+    def __init__(self, task: Task, size: int, generator: torch.Generator) -> None:
+        self.task, self.size, self.generator = task, size, generator
+
+    def __iter__(self) -> Iterator[list[int]]:
+        assert self.task.order is not None
+        return (batch.tolist() for batch in self.task.order(self.size, self.generator))
+
+    def __len__(self) -> int:
+        return math.ceil(len(self.task.train) / self.size)
 
 
 def _output_parameters(model: nn.Module) -> set[int]:

@@ -13,6 +13,7 @@ spearman/distance               rank correlation of the uncertainty with the dis
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from statistics import fmean
 from typing import Any
 
@@ -34,12 +35,12 @@ def judge(
     task: Task, predictions: Mapping[str, Prediction], fitted: Mapping[str, FittedScore] | None = None
 ) -> dict[str, float]:
     """The figures of predictions by part: val, test, shifted/NAME, ood/NAME."""
-    figures = on_targets(predictions["val"], targets(task.val), "val")
-    figures |= on_targets(predictions["test"], targets(task.test), "clean")
+    figures = on_targets(predictions["val"], targets(task.val), "val", task.scale)
+    figures |= on_targets(predictions["test"], targets(task.test), "clean", task.scale)
     groups: dict[str, list[dict[str, float]]] = defaultdict(list)
     for name, data in task.shifted.items():
         group = name.split("/")[0]
-        groups[group].append(on_targets(predictions[f"shifted/{name}"], targets(data), group))
+        groups[group].append(on_targets(predictions[f"shifted/{name}"], targets(data), group, task.scale))
     for sets in groups.values():
         figures |= {name: fmean(each[name] for each in sets) for name in sets[0]}
     for name in task.ood:
@@ -49,10 +50,19 @@ def judge(
     return {name: value for name, value in figures.items() if math.isfinite(value)}  # no rank without a spread
 
 
-def on_targets(prediction: Prediction, target: Tensor, part: str) -> dict[str, float]:
-    """Every metric of the task's kind on one labelled part."""
+def on_targets(prediction: Prediction, target: Tensor, part: str, scale: float = 1.0) -> dict[str, float]:
+    """Every metric of the task's kind on one labelled part; real targets count in units of 1 / scale."""
+    if prediction.likelihood == "gaussian" and scale != 1:
+        prediction, target = _in_units(prediction, scale), target.double() * scale
     metrics = REGRESSION_METRICS if prediction.likelihood == "gaussian" else METRICS
     return {f"{name}/{part}": metric(prediction, target) for name, metric in metrics.items()}
+
+
+def _in_units(prediction: Prediction, scale: float) -> Prediction:
+    """What a prediction of y / scale says of y; the shift of a standardisation cancels out of every metric."""
+    variance = None if prediction.variance is None else prediction.variance.double() * scale**2
+    noise = None if prediction.noise is None else prediction.noise * scale**2
+    return replace(prediction, logits=prediction.logits.double() * scale, variance=variance, noise=noise)
 
 
 def on_ood(inside: Prediction, outside: Prediction, ood: str, fitted: Mapping[str, FittedScore]) -> dict[str, float]:

@@ -15,6 +15,7 @@ FIGURE_2D = ("gp-hmc", "deep-ensemble", "mc-dropout", "dnn-gp", "sngp")
 LANDSCAPE = ("dnn-gp-dropout", "sngp-dropout", "dnn-gp-ensemble", "sngp-ensemble")
 
 ROWS = ("dnn", "isomax-plus", "duq-gp", "dnn-sn", "dnn-gp", "sngp", "mc-dropout", "deep-ensemble", "sngp-ensemble")
+DISCRETE = tuple(name for name in ROWS if name != "duq-gp")  # token ids and bases have no gradient to penalise
 CROSSES = tuple(
     METHOD_OF[f"{base} + {what}"]
     for what in ("Dropout", "Ensemble", "AugMix")
@@ -64,11 +65,11 @@ SUITES["toy"] = Suite(
     },
     {"smoke": 1, "small": 3, "paper": 10},
 )
-SUITES["clinc"] = _table("clinc", "Intents, CLINC150 (paper: table clinc)", ROWS)
+SUITES["clinc"] = _table("clinc", "Intents, CLINC150 (paper: table clinc)", DISCRETE)
 SUITES["cifar10"] = _table("cifar10", "CIFAR-10 (paper: tables cifar10, cifar10-abl and cifar-ood)", (*ROWS, *CROSSES))
 SUITES["cifar100"] = _table("cifar100", "CIFAR-100 (paper: tables cifar100 and cifar100-abl)", (*ROWS, *CROSSES))
 SUITES["imagenet"] = _table("imagenet", "ImageNet (paper: table imagenet)", ROWS)
-SUITES["genomics"] = _table("genomics", "Bacteria (paper: table genomics)", ROWS)
+SUITES["genomics"] = _table("genomics", "Bacteria (paper: table genomics)", DISCRETE)
 SUITES["fashion"] = _table("fashion", "Fashion-MNIST, all crosses", (*ROWS, *CROSSES))
 SUITES["uci"] = Suite(
     "Regression on UCI sets, a split for every seed",

@@ -62,6 +62,7 @@ def clinc(seed: int, preset: str) -> Task:
         ood={"oos": TensorDataset(oos.tensors[0])},
         num_outputs=len(number),
         backbone=partial(TransformerEncoder, source, pad=pad),
+        order=partial(by_length, (train.tensors[0] != pad).sum(1)),
     )
 
 

@@ -1,6 +1,6 @@
 """What a task is: data in named parts, and the settings under which it is trained."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -57,6 +57,8 @@ class Task:
 
     grid     inputs without labels that the report draws predictions on, for tasks in one or two dimensions
     augment  what happens to a training batch (x, y) before the method's own transform
+    order    (batch size, generator) -> the batches of an epoch as index tensors; None: shuffled
+    scale    what real targets were divided by: figures are reported in their own units
     """
 
     name: str
@@ -69,6 +71,8 @@ class Task:
     shifted: Mapping[str, TensorDataset] = field(default_factory=dict)
     grid: Tensor | None = None
     augment: Callable[[Any], Any] = lambda batch: batch
+    order: Callable[[int, torch.Generator], Sequence[Tensor]] | None = None
+    scale: float = 1.0
     settings: Settings = Settings()
 
 

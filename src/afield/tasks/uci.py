@@ -95,6 +95,7 @@ def recipe(name: str) -> Recipe:
             ood={"far": TensorDataset(far)},
             num_outputs=1,
             backbone=partial(ResFFN, x.shape[1], depth=2, width=128),
+            scale=parts.scale,
         )
 
     return Recipe(load, presets(settings_for(rows)))
