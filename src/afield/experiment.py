@@ -120,9 +120,7 @@ def load(finished: Run) -> tuple[Task, Method, nn.Module]:
     if not file.is_file():
         raise ValueError(f"{finished.folder} has no model of its own: load its members, {_names(config.members)}.")
     task, method = TASKS[config.task](config.data_seed, config.preset), METHODS[config.method]
-    model = method.build(task.backbone, task.num_outputs, config.settings)
-    model.load_state_dict(load_file(file))
-    return task, method, model.eval()
+    return task, method, _restored(config, task, file)
 
 
 def predict(method: Method, model: nn.Module, data: Dataset[Any] | Tensor) -> Prediction:
@@ -186,9 +184,7 @@ def _trained(config: Config, folder: Path, task: Task, method: Method, on_epoch:
     """The trained model: from its file if a run was stopped after training, else by training."""
     settings, file = config.settings, folder / runs.MODEL
     if file.is_file():
-        model = method.build(task.backbone, task.num_outputs, settings)
-        model.load_state_dict(load_file(file))
-        return model.eval()
+        return _restored(config, task, file)
     with (folder / runs.LOG).open("a", encoding="utf-8") as log:
         last = time.perf_counter()
 
@@ -204,6 +200,13 @@ def _trained(config: Config, folder: Path, task: Task, method: Method, on_epoch:
         _log(log, {"finish": True, "seconds": time.perf_counter() - last})
     runs.write(file, save({name: t.detach().cpu().contiguous().clone() for name, t in model.state_dict().items()}))
     return model
+
+
+def _restored(config: Config, task: Task, file: Path) -> nn.Module:
+    """The trained model from its file."""
+    model = METHODS[config.method].build(task.backbone, task.num_outputs, config.settings)
+    model.load_state_dict(load_file(file))
+    return model.eval()
 
 
 def _assembled(config: Config, out: Path, task: Task, on_epoch: OnEpoch) -> Made:

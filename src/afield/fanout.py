@@ -49,6 +49,11 @@ def plan(configs: Iterable[Config]) -> tuple[list[Config], list[Config]]:
     return list(singles), list(ensembles)
 
 
+def missing(configs: Iterable[Config], out: Where, fresh: bool) -> list[Config]:
+    """The runs that are to be made."""
+    return [c for c in configs if fresh or not runs.finished(place(out, c) / c.folder)]
+
+
 def run_all(
     configs: Sequence[Config],
     out: Where,
@@ -67,8 +72,9 @@ def run_all(
     if jobs < 1:
         raise ValueError(f"jobs must be at least 1, got {jobs}.")
     singles, ensembles = plan(configs)
-    todo = [c for c in singles if fresh or not runs.finished(place(out, c) / c.folder)]
-    (_here if jobs == 1 else _spread)(todo, out, jobs, fresh, on_event, on_run)
+    errors = (_here if jobs == 1 else _spread)(missing(singles, out, fresh), out, jobs, fresh, on_event, on_run)
+    if errors:
+        raise _explained(errors[0], len(errors)) from errors[0]
     finished = {c: run(c, place(out, c)) for c in singles}  # checks that what was there has the same settings
     for config in ensembles:
         finished[config] = run(config, place(out, config), fresh=fresh)
@@ -76,21 +82,24 @@ def run_all(
     return [finished[config] for config in configs]
 
 
-def _here(configs: Sequence[Config], out: Where, jobs: int, fresh: bool, on_event: OnEvent, on_run: OnRun) -> None:
-    """One after the other in this process."""
-    errors: list[Exception] = []
+def _here(
+    configs: Sequence[Config], out: Where, jobs: int, fresh: bool, on_event: OnEvent, on_run: OnRun
+) -> list[BaseException]:
+    """One after the other in this process; what went wrong."""
+    errors: list[BaseException] = []
     for config in configs:
         heard = functools.partial(_forward, on_event, config)
         try:
             on_run(run(config, place(out, config), fresh=fresh, on_epoch=heard))
         except Exception as error:
             errors.append(error)
-    if errors:
-        raise _explained(errors[0], len(errors)) from errors[0]
+    return errors
 
 
-def _spread(configs: Sequence[Config], out: Where, jobs: int, fresh: bool, on_event: OnEvent, on_run: OnRun) -> None:
-    """On as many processes as there are jobs."""
+def _spread(
+    configs: Sequence[Config], out: Where, jobs: int, fresh: bool, on_event: OnEvent, on_run: OnRun
+) -> list[BaseException]:
+    """On as many processes as there are jobs; what went wrong."""
     errors: list[BaseException] = []
     with _listening(on_event) as channel, _pool(jobs, channel) as pool:
         futures: list[Future[Run]] = [pool.submit(_work, c, place(out, c), fresh) for c in configs]
@@ -103,8 +112,7 @@ def _spread(configs: Sequence[Config], out: Where, jobs: int, fresh: bool, on_ev
         except KeyboardInterrupt:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
-    if errors:
-        raise _explained(errors[0], len(errors)) from errors[0]
+    return errors
 
 
 def _explained(error: BaseException, count: int) -> BaseException:

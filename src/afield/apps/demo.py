@@ -8,9 +8,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from afield.apps.progress import watching
+from afield.apps.progress import run_watched
 from afield.experiment import Config
-from afield.fanout import run_all
 from afield.report import report
 from afield.tasks import TASKS
 
@@ -50,10 +49,7 @@ def run(settings: Demo, console: Console | None = None) -> Path:
     task = TASKS[settings.task](0)
     if "far" not in task.ood:
         raise ValueError(f"The demo draws tasks in the plane, such as two-moons, not {task.name}.")
-    with watching(console, configs, settings.out) as watch:
-        runs = run_all(
-            configs, settings.out, jobs=settings.jobs, fresh=True, on_event=watch.on_event, on_run=watch.on_run
-        )
+    runs = run_watched(console, configs, settings.out, jobs=settings.jobs, fresh=True)
     table = Table(title=f"{task.name}: {len(task.train)} training points, {len(task.ood['far'])} points far from all")
     table.add_column("method")
     for column in (*COLUMNS, "train s"):

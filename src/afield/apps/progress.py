@@ -1,12 +1,11 @@
 """Progress of runs on the terminal: one bar over all epochs, with the time that remains."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from afield import fanout, runs
+from afield import fanout
 from afield.experiment import Config
 from afield.runs import Run
 
@@ -14,9 +13,9 @@ from afield.runs import Run
 class Watch:
     """What `fanout.run_all` tells, as a bar."""
 
-    def __init__(self, progress: Progress, configs: Sequence[Config], out: fanout.Where) -> None:
+    def __init__(self, progress: Progress, configs: Sequence[Config], out: fanout.Where, fresh: bool) -> None:
         singles, ensembles = fanout.plan(configs)
-        self._left = {c: c.settings.epochs for c in singles if not runs.finished(fanout.place(out, c) / c.folder)}
+        self._left = {c: c.settings.epochs for c in fanout.missing(singles, out, fresh)}
         self._count, self._done = len(self._left) + len(ensembles), 0
         self._progress = progress
         self._bar = progress.add_task("", total=max(1, sum(self._left.values())), what="", runs="")
@@ -39,8 +38,10 @@ class Watch:
         self._progress.update(self._bar, runs=f"{self._done}/{self._count} runs", what=what)
 
 
-@contextmanager
-def watching(console: Console, configs: Sequence[Config], out: fanout.Where) -> Iterator[Watch]:
+def run_watched(
+    console: Console, configs: Sequence[Config], out: fanout.Where, *, jobs: int = 1, fresh: bool = False
+) -> list[Run]:
+    """`fanout.run_all` under a bar."""
     columns = (
         TextColumn("{task.fields[runs]}"),
         BarColumn(),
@@ -50,4 +51,5 @@ def watching(console: Console, configs: Sequence[Config], out: fanout.Where) -> 
         TextColumn("{task.fields[what]}", markup=False),
     )
     with Progress(*columns, console=console, transient=True) as progress:
-        yield Watch(progress, configs, out)
+        watch = Watch(progress, configs, out, fresh)
+        return fanout.run_all(configs, out, jobs=jobs, fresh=fresh, on_event=watch.on_event, on_run=watch.on_run)

@@ -8,8 +8,7 @@ from pathlib import Path
 import tyro
 from rich.console import Console
 
-from afield.apps.progress import watching
-from afield.fanout import run_all
+from afield.apps.progress import run_watched
 from afield.report import report
 from afield.suites import SUITES
 
@@ -38,8 +37,7 @@ class Reproduce:
             raise ValueError(f"Unknown preset {self.preset!r}: expected one of {', '.join(suite.seeds)}.")
         out = self.out or Path("runs") / f"{self.suite}-{self.preset}"
         configs = suite.configs(self.preset, methods=self.methods or None, seeds=self.seeds)
-        with watching(console, configs, out) as watch:
-            run_all(configs, out, jobs=self.jobs, on_event=watch.on_event, on_run=watch.on_run)
+        run_watched(console, configs, out, jobs=self.jobs)
         page = report(out, title=suite.title)
         console.print(
             f"{len(configs)} runs in [bold]{out}[/bold], {time.monotonic() - started:.0f} s. Report: "

@@ -17,12 +17,11 @@ from rich.console import Console
 from rich.table import Table
 
 from afield import experiment, runs
-from afield.apps.progress import watching
+from afield.apps.progress import run_watched
 from afield.calibrate import calibrate
 from afield.convert import SNGP
 from afield.engine import batches
 from afield.experiment import Config
-from afield.fanout import run_all
 from afield.metrics import METRICS
 
 CHOICE = "choice.toml"
@@ -81,8 +80,7 @@ def sweep(settings: Sweep, console: Console) -> Config:
     def place(config: Config) -> Path:
         return folder / f"bound-{config.settings.bound:g}"
 
-    with watching(console, list(configs.values()), place) as watch:
-        run_all(list(configs.values()), place, jobs=settings.jobs, on_event=watch.on_event, on_run=watch.on_run)
+    run_watched(console, list(configs.values()), place, jobs=settings.jobs)
     study = _study(folder)
     for bound, config in configs.items():
         _judge(study, bound, place(config) / config.folder, settings.amplitudes)

@@ -14,10 +14,9 @@ from rich.table import Table
 from torch.utils.data import TensorDataset
 
 from afield import experiment, runs
-from afield.apps.progress import watching
+from afield.apps.progress import run_watched
 from afield.batch import track
 from afield.experiment import Config
-from afield.fanout import run_all
 from afield.judge import judge, on_ood
 from afield.methods import METHODS
 from afield.runs import Run
@@ -59,10 +58,7 @@ class Train:
         METHODS[config.method]
         TASKS[config.task].settings_for(config.preset)
         console = Console()
-        with watching(console, [config], self.out) as watch:
-            (finished,) = run_all(
-                [config], self.out, jobs=self.jobs, fresh=self.fresh, on_event=watch.on_event, on_run=watch.on_run
-            )
+        (finished,) = run_watched(console, [config], self.out, jobs=self.jobs, fresh=self.fresh)
         show(finished, console)
 
 

@@ -6,7 +6,7 @@ clean images. Where the published files of CIFAR-10-C or CIFAR-100-C lie on disk
 
 import contextlib
 import hashlib
-import os
+import io
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch.utils.data import TensorDataset
 
+from afield.persist import write_file
 from afield.tasks.corruptions import CORRUPTIONS, SEVERITIES, corrupt
 from afield.tasks.data import DataDamaged, cache
 from afield.tasks.images import to_tensor
@@ -64,10 +65,9 @@ class Corrupted(Mapping[str, TensorDataset]):
         made = corrupt(self.images, kind, severity)
         with contextlib.suppress(OSError):  # a cache that cannot be written to costs time, no more
             self.folder.mkdir(parents=True, exist_ok=True)
-            temporary = path.with_suffix(f".{os.getpid()}.tmp")
-            with temporary.open("wb") as handle:
-                np.savez(handle, x=made)
-            os.replace(temporary, path)
+            content = io.BytesIO()
+            np.savez(content, x=made)
+            write_file(path, content.getvalue())
         return made
 
     def _published(self, file: Path, severity: int) -> np.ndarray:
