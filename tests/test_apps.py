@@ -1,5 +1,6 @@
 """The command line, as a user meets it."""
 
+import json
 import os
 import signal
 import subprocess
@@ -13,7 +14,7 @@ import pytest
 from afield import runs
 from afield.apps.cli import COMMANDS, main
 from afield.apps.settings import meanings, page
-from afield.apps.sweep import Trial, choose
+from afield.apps.sweep import Trial, choose, combinations
 from afield.experiment import Config
 from afield.tasks import TASKS, Settings
 from afield.version import __version__
@@ -106,7 +107,8 @@ def test_config_file_starts_the_same_run(tmp_path: Path, capsys: pytest.CaptureF
         (["reproduce", "tyo"], "Unknown suite 'tyo'. Did you mean 'toy'"),
         (["reproduce", "toy", "--preset", "huge"], "Unknown preset 'huge'"),
         (["report", "nowhere"], "nowhere"),
-        (["sweep", "two-moons", "--method", "dnn", "--preset", "smoke"], "Gaussian-process head"),
+        (["sweep", "two-moons", "--grid", "bond=1,2"], "grid expects NAME=VALUE,VALUE .* got 'bond=1,2'"),
+        (["sweep", "two-moons", "--grid", "epochs=1,many"], "epochs expects a number, got 'many'"),
     ],
 )
 def test_bad_input_is_one_clear_line(
@@ -157,26 +159,58 @@ def test_reproduce_goes_on_and_writes_the_report(tmp_path: Path, capsys: pytest.
 
 def test_choice_is_the_smallest_bound_that_keeps_the_accuracy_then_the_best_nll():
     trials = [
-        Trial(bound, amplitude, accuracy, nll, 400)
+        Trial({"bound": bound}, amplitude, nll, accuracy, 400)
         for bound, accuracy in ((0.5, 0.80), (0.9, 0.945), (2.0, 0.95))
         for amplitude, nll in ((None, 0.3), (1.0, 0.2), (10.0, 0.4))
     ]
-    assert choose(trials) == Trial(0.9, 1.0, 0.945, 0.2, 400)  # one standard error is 0.011
-    assert choose([t for t in trials if t.bound != 0.9]).bound == 2.0
+    assert choose(trials) == Trial({"bound": 0.9}, 1.0, 0.2, 0.945, 400)  # one standard error is 0.011
+    assert choose([t for t in trials if t.changes != {"bound": 0.9}]).changes == {"bound": 2.0}
+
+
+def test_other_settings_are_chosen_by_nll_before_the_bound():
+    rates = {0.1: {0.9: (0.25, 0.94), 2.0: (0.19, 0.95)}, 0.2: {0.9: (0.24, 0.96), 2.0: (0.23, 0.96)}}
+    trials = [
+        Trial({"learning_rate": rate, "bound": bound}, None, nll, accuracy, 400)
+        for rate, bounds in rates.items()
+        for bound, (nll, accuracy) in bounds.items()
+    ]
+    assert choose(trials).changes == {"learning_rate": 0.1, "bound": 0.9}
+    without = [Trial({"learning_rate": rate}, None, nll, None, 400) for rate, nll in ((0.1, -1.0), (0.2, -2.0))]
+    assert choose(without).changes == {"learning_rate": 0.2}
+
+
+def test_grid_has_all_combinations_in_the_settings_types():
+    found = combinations(["learning-rate=1e-3,2e-3", "epochs=3", "bound=none,2"])
+    assert len(found) == 4
+    assert found[0] == {"learning_rate": 1e-3, "epochs": 3, "bound": None}
+    assert isinstance(found[0]["epochs"], int)
+    assert combinations([]) == [{}]
 
 
 def test_sweep_goes_on_and_writes_a_config_for_train(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     arguments = ["sweep", "two-moons", *TINY, "--out", str(tmp_path), "--amplitudes", "1.0"]
-    main([*arguments, "--bounds", "0.9"])
+    main([*arguments, "--grid", "bound=0.9"])
     assert "chosen" in said(capsys)
     (first,) = tmp_path.rglob("metrics.json")
     stamp = first.stat().st_mtime_ns
-    main([*arguments, "--bounds", "0.9", "2.0"])
+    main([*arguments, "--grid", "bound=0.9,2.0"])
     assert first.stat().st_mtime_ns == stamp
     (choice,) = tmp_path.rglob("choice.toml")
     main(["train", "--config", str(choice), "--out", str(tmp_path / "chosen")])
     (trained,) = runs.find(tmp_path / "chosen")
     assert trained.config["bound"] in (0.9, 2.0)
+    record = json.loads(choice.with_name("choice.json").read_text())
+    assert record["chosen"] in record["trials"]
+    assert len(record["trials"]) == 4
+
+
+@pytest.mark.parametrize(("task", "method"), [("two-moons", "dnn"), ("toy-regression", "sngp")])
+def test_sweep_without_amplitudes_chooses_the_smallest_nll(task: str, method: str, tmp_path: Path):
+    main(["sweep", task, *TINY, "--method", method, "--out", str(tmp_path), "--grid", "learning-rate=1e-9,1e-3"])
+    (choice,) = tmp_path.rglob("choice.json")
+    record = json.loads(choice.read_text())
+    assert [t["amplitude"] for t in record["trials"]] == [None, None]
+    assert record["chosen"] == min(record["trials"], key=lambda t: t["nll"])
 
 
 # Settings

@@ -205,6 +205,42 @@ def test_ensemble_is_assembled_from_its_members_folders(pair: str, tmp_path: Pat
         experiment.load(finished)
 
 
+def test_ensemble_of_another_size_is_assembled_again(tmp_path: Path):
+    asked = config("sngp-ensemble", members=2)
+    run(asked, tmp_path)
+    stamp = (tmp_path / asked.members[0].folder / "metrics.json").stat().st_mtime_ns
+    larger = config("sngp-ensemble", members=3)
+    assert larger.members[:2] == asked.members
+    cost = run(larger, tmp_path).cost
+    assert (tmp_path / asked.members[0].folder / "metrics.json").stat().st_mtime_ns == stamp
+    assert cost["parameters"] == 3 * runs.read(tmp_path / asked.members[0].folder).cost["parameters"]
+    with pytest.raises(ValueError, match="holds a run with other settings"):
+        run(config("sngp-ensemble", members=3, ridge=0.5), tmp_path)
+
+
+def test_a_twin_lends_its_weights_which_are_those_of_a_training_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    asked = config("sngp-dropout", seed=1)
+    own = run(asked, tmp_path / "own")
+    run(config("sngp", seed=1), tmp_path / "lent")
+    assert config("sngp-dropout", dropout=0.3).twin is None  # sngp has no such dropout in training
+    assert config("sngp").twin is None
+    monkeypatch.setattr(experiment, "fit", None)  # not trained again
+    lent = run(asked, tmp_path / "lent")
+    assert lent.metrics == own.metrics
+    assert lent.cost["train_seconds"] > 0
+    _, _, model = experiment.load(lent)
+    for name, tensor in experiment.load(own)[2].state_dict().items():
+        assert torch.equal(tensor, model.state_dict()[name]), name
+
+
+def test_dropout_of_the_settings_replaces_the_backbones_own():
+    task = TASKS["two-moons"](0, "smoke")
+    model = METHODS["mc-dropout"].build(task.backbone, 2, dataclasses.replace(task.settings, dropout=0.25))
+    assert {m.p for m in model.modules() if hasattr(m, "filter_wise")} == {0.25}
+
+
 def test_plan_puts_members_first_and_each_once(pair: str):
     singles, ensembles = plan([config(pair), config(seed=1), config(pair), config("dnn")])
     assert [(c.method, c.seed) for c in singles] == [("sngp", 0), ("sngp", 1), ("dnn", 0)]
@@ -292,8 +328,13 @@ def test_run_all_refuses_no_processes(tmp_path: Path):
 def test_suites_name_runs_that_exist(name: str, preset: str):
     suite = SUITES[name]
     configs = suite.configs(preset)
-    assert len(set(configs)) == len(configs) == suite.seeds[preset] * sum(map(len, suite.methods.values()))
+    assert len(set(configs)) == len(configs)
     assert {c.preset for c in configs} == {preset}
+    assert {(c.task, c.method) for c in configs} == {(t, m) for t, methods in suite.methods.items() for m in methods}
+    for config in configs:
+        if suite.pooled and config.members:
+            assert set(config.members) <= set(configs)  # trained for its own row, and for the ensemble alone never
+            assert len(config.members) == suite.seeds[preset]
     only = suite.configs(preset, methods=["dnn"], seeds=2)
     assert {c.method for c in only} == {"dnn"}
     assert len(only) == 2 * len(suite.methods)

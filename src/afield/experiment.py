@@ -57,7 +57,8 @@ class Config:
         """The task's own settings, but for those given by name; seed and data_seed as well."""
         own = {name: rest.pop(name) for name in ("seed", "data_seed") if name in rest}
         METHODS[method]
-        return Config(task, method, **own, preset=preset, settings=_replaced(TASKS[task].settings_for(preset), rest))
+        settings = _replaced(TASKS[task].settings_for(preset, method), rest)
+        return Config(task, method, **own, preset=preset, settings=settings)
 
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> "Config":
@@ -83,8 +84,21 @@ class Config:
         members = METHODS[self.method].members
         if members is None:
             return []
-        base = next(name for name, method in METHODS.items() if method is members.method)
-        return [replace(self, method=base, seed=self.seed * members.size + i) for i in range(members.size)]
+        base, size = _name(members.method), members.size or self.settings.members
+        settings = replace(self.settings, members=Settings.members)  # which a single model has no use for
+        return [replace(self, method=base, seed=self.seed * size + i, settings=settings) for i in range(size)]
+
+    @property
+    def twin(self) -> "Config | None":
+        """The run that trains the same weights, if there is one: methods can differ in prediction alone."""
+        base = METHODS[self.method].trained_as
+        if base is None or self.settings.dropout is not None:
+            return None
+        return replace(self, method=_name(base))
+
+
+def _name(method: Method) -> str:
+    return next(name for name, other in METHODS.items() if other is method)
 
 
 _OPTIONAL = {f.name for f in fields(Settings) if "None" in str(f.type)}
@@ -95,7 +109,7 @@ def run(config: Config, out: Path = Path("runs"), *, fresh: bool = False, on_epo
     folder = out / config.folder
     method = METHODS[config.method]
     with runs.locked(folder):
-        if fresh:
+        if fresh or _resized(folder, config):
             for file in folder.iterdir():
                 if file.name != ".lock":
                     shutil.rmtree(file) if file.is_dir() else file.unlink()
@@ -158,6 +172,7 @@ Made = tuple[dict[str, Prediction], dict[str, Tensor], dict[str, float], dict[st
 
 def _single(config: Config, out: Path, task: Task, on_epoch: OnEpoch) -> Made:
     folder, method = out / config.folder, METHODS[config.method]
+    _take_over(config, out)
     model = _trained(config, folder, task, method, on_epoch)
     seconds = sum(line["seconds"] for line in read_log(folder))
     predictions: dict[str, Prediction] = {}
@@ -178,6 +193,17 @@ def _single(config: Config, out: Path, task: Task, on_epoch: OnEpoch) -> Made:
     parameters = sum(p.numel() for p in model.parameters())
     cost = {"train_seconds": seconds, "ms_per_example": 1e3 * per_example, "parameters": parameters}
     return predictions, features, figures, cost
+
+
+def _take_over(config: Config, out: Path) -> None:
+    """Copy the trained model of the twin, where its run is finished."""
+    twin, folder = config.twin, out / config.folder
+    if twin is None or (folder / runs.MODEL).exists() or not runs.finished(out / twin.folder):
+        return
+    source = runs.read(out / twin.folder)
+    if Config.from_dict(source.config) == twin:
+        for name in (runs.LOG, runs.MODEL):  # the model last: it says that training is over
+            runs.write(folder / name, (source.folder / name).read_bytes())
 
 
 def _trained(config: Config, folder: Path, task: Task, method: Method, on_epoch: OnEpoch) -> nn.Module:
@@ -218,13 +244,27 @@ def _assembled(config: Config, out: Path, task: Task, on_epoch: OnEpoch) -> Made
     return predictions, {}, judge(task, predictions), cost
 
 
+def _resized(folder: Path, config: Config) -> bool:
+    """Whether the folder holds the same ensemble of another size: it costs nothing to assemble it again."""
+    if METHODS[config.method].members is None or not (folder / runs.CONFIG).exists():
+        return False
+    there = _read_config(folder)
+    return (
+        there != config and replace(there, settings=replace(there.settings, members=config.settings.members)) == config
+    )
+
+
+def _read_config(folder: Path) -> Config:
+    return Config.from_dict(tomllib.loads((folder / runs.CONFIG).read_text(encoding="utf-8")))
+
+
 def _claim(folder: Path, config: Config) -> None:
     """Write down what this folder is for, or see that it is for the same."""
     file = folder / runs.CONFIG
     if not file.exists():
         runs.write(file, runs.to_toml(config.to_dict()))
         return
-    there = Config.from_dict(tomllib.loads(file.read_text(encoding="utf-8"))).to_dict()
+    there = _read_config(folder).to_dict()
     changed = [f"{k} = {there[k]} there, {v} now" for k, v in config.to_dict().items() if there[k] != v]
     if changed:
         raise ValueError(

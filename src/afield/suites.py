@@ -25,12 +25,17 @@ CROSSES = tuple(
 
 @dataclass(frozen=True)
 class Suite:
-    """Methods by task, and how many seeds each preset has. `splits`: a seed is a split of the data as well."""
+    """Methods by task, and how many seeds each preset has.
+
+    splits  what differs is the split of the data, and not the seed
+    pooled  the seeds of a single model are the members of one ensemble: none is trained for it alone
+    """
 
     title: str
     methods: Mapping[str, Sequence[str]]
     seeds: Mapping[str, int]
     splits: bool = False
+    pooled: bool = False
 
     def configs(
         self, preset: str = "small", *, methods: Sequence[str] | None = None, seeds: int | None = None
@@ -41,16 +46,22 @@ class Suite:
         count = self.seeds[preset] if seeds is None else seeds
         if count < 1:
             raise ValueError(f"A suite needs at least one seed, got {count}.")
-        return [
-            Config.of(task, method, preset=preset, seed=seed, data_seed=seed if self.splits else 0)
-            for task, own in self.methods.items()
-            for method in (methods or own)
-            for seed in range(count)
-        ]
+        configs = []
+        for task, own in self.methods.items():
+            for method in methods or own:
+                if self.pooled and METHODS[method].members is not None:
+                    configs.append(Config.of(task, method, preset=preset, members=count))
+                else:
+                    configs += [
+                        Config.of(task, method, preset=preset, **{"data_seed" if self.splits else "seed": number})
+                        for number in range(count)
+                    ]
+        return configs
 
 
-def _table(task: str, title: str, methods: Sequence[str]) -> Suite:
-    return Suite(title, {task: tuple(dict.fromkeys(methods))}, {"smoke": 1, "small": 3, "paper": 10})
+def _table(task: str, title: str, methods: Sequence[str], *, small: int = 3) -> Suite:
+    seeds = {"smoke": 1, "small": small, "paper": 10}
+    return Suite(title, {task: tuple(dict.fromkeys(methods))}, seeds, pooled=True)
 
 
 SUITES: Registry[Suite] = Registry("suite")

@@ -36,6 +36,9 @@ def page() -> str:
         for text in dict.fromkeys(texts):
             alike = [preset for preset, own in zip(PRESETS, texts, strict=True) if own == text]
             lines.append(f"| {name} | {', '.join(alike)} | {text} |")
+        for pattern, changes in recipe.adapted.items():
+            text = ", ".join(f"{setting} {_plain(value)}" for setting, value in changes.items())
+            lines.append(f"| {name} | all, methods `{pattern}` | {text} |")
     return "\n".join(lines) + "\n"
 
 

@@ -1,14 +1,19 @@
-"""`afield sweep`: the spectral bound and the amplitude, chosen on validation data alone.
+"""`afield sweep`: settings chosen on validation data alone.
 
-The paper's recipe: the smallest bound that keeps the accuracy, then the amplitude with the best validation NLL. A
-bound keeps the accuracy if its validation accuracy is within one standard error of the best. Every bound is one
-training, a run folder; amplitudes are judged on the trained model. Trials live in an optuna study on disk, so that a
-killed sweep goes on.
+Every combination of the grid is one training, a run folder; amplitudes are judged on the trained model. Chosen are
+
+1. the settings, other than bound and amplitude, under which the best validation NLL was reached;
+2. among these the bound as the paper has it: the smallest that keeps the accuracy, within one standard error of the
+   best (for real targets: the best NLL);
+3. with that bound, the amplitude with the best NLL.
+
+Trials live in an optuna study on disk, so that a killed sweep goes on, and in choice.json, to be kept as a record.
 """
 
+import itertools
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,30 +27,33 @@ from afield.calibrate import calibrate
 from afield.convert import SNGP
 from afield.engine import batches
 from afield.experiment import Config
-from afield.metrics import METRICS
+from afield.judge import on_targets, targets
+from afield.tasks import Settings
 
-CHOICE = "choice.toml"
+CHOICE, RECORD = "choice.toml", "choice.json"
+Changes = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """Choose bound and amplitude of a method with a Gaussian-process head on validation data.
+    """Choose settings of a method on validation data.
 
-    Writes choice.toml, a config for `afield train --config`. The same command goes on after a stop.
+    Writes choice.toml, a config for `afield train --config`, and choice.json with all trials. The same command goes on
+    after a stop.
     """
 
     task: tyro.conf.Positional[str]
     """Name of a task: see the list below."""
     method: str = "sngp"
-    """A method with bounded layers and a Gaussian-process head."""
+    """Name of a method: see the list below."""
     seed: int = 0
     """Of every training."""
     preset: str = "small"
     """Size of task and training: smoke (seconds), small (two cores), paper (as published)."""
-    bounds: tuple[float, ...] = (0.5, 0.8, 0.9, 0.95, 1.0, 2.0, 6.0)
-    """Spectral bounds to try."""
+    grid: tuple[str, ...] = ("bound=0.5,0.8,0.9,0.95,1,2,6",)
+    """Settings to try, each as name=value,value; all combinations."""
     amplitudes: tuple[float, ...] = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
-    """Amplitudes to try, beside the one that calibration finds."""
+    """Amplitudes to try, beside the one that calibration finds, where there is a Gaussian-process head."""
     epochs: int | None = None
     """Of every training; not given: the task's own."""
     jobs: int = 1
@@ -59,46 +67,66 @@ class Sweep:
 
 @dataclass(frozen=True)
 class Trial:
-    """One bound and amplitude (None: calibrated) with its validation figures."""
+    """Settings and amplitude (None: calibrated, or there is none) with their validation figures."""
 
-    bound: float
+    changes: Changes
     amplitude: float | None
-    accuracy: float
     nll: float
+    accuracy: float | None
     count: int
 
+    @property
+    def others(self) -> Changes:
+        """The settings but for the bound."""
+        return {name: value for name, value in self.changes.items() if name != "bound"}
 
-def sweep(settings: Sweep, console: Console) -> Config:
+
+def sweep(asked: Sweep, console: Console) -> Config:
     """Run what is missing, choose, tell and write the choice."""
-    if not settings.bounds:
-        raise ValueError("A sweep needs at least one bound.")
-    folder = settings.out / f"{settings.task}-{settings.method}-{settings.preset}-{settings.seed}"
-    changes = {} if settings.epochs is None else {"epochs": settings.epochs}
-    base = Config.of(settings.task, settings.method, seed=settings.seed, preset=settings.preset, **changes)
-    configs = {b: replace(base, settings=replace(base.settings, bound=b)) for b in sorted(set(settings.bounds))}
-
-    def place(config: Config) -> Path:
-        return folder / f"bound-{config.settings.bound:g}"
-
-    run_watched(console, list(configs.values()), place, jobs=settings.jobs)
+    folder = asked.out / f"{asked.task}-{asked.method}-{asked.preset}-{asked.seed}"
+    epochs = {} if asked.epochs is None else {"epochs": asked.epochs}
+    base = Config.of(asked.task, asked.method, seed=asked.seed, preset=asked.preset, **epochs)
+    tried = combinations(asked.grid)
+    configs = {_name(changes): replace(base, settings=replace(base.settings, **changes)) for changes in tried}
+    names = {config: name for name, config in configs.items()}
+    run_watched(console, list(configs.values()), lambda config: folder / names[config], jobs=asked.jobs)
     study = _study(folder)
-    for bound, config in configs.items():
-        _judge(study, bound, place(config) / config.folder, settings.amplitudes)
-    trials = read(study)
-    chosen = choose([t for t in trials if t.bound in configs])
-    result = replace(base, settings=replace(base.settings, bound=chosen.bound, amplitude=chosen.amplitude))
+    for (name, config), changes in zip(configs.items(), tried, strict=True):
+        _judge(study, changes, folder / name / config.folder, asked.amplitudes)
+    trials = [t for t in read(study) if t.changes in tried]
+    chosen = choose(trials)
+    result = replace(base, settings=replace(base.settings, **chosen.changes, amplitude=chosen.amplitude))
     runs.write(folder / CHOICE, runs.to_toml(result.to_dict()))
+    record = {"config": result.to_dict(), "chosen": asdict(chosen), "trials": [asdict(t) for t in trials]}
+    runs.write_json(folder / RECORD, record)
     _tell(trials, chosen, console)
     console.print(f"Train with it: [bold]afield train --config {folder / CHOICE}[/bold]", soft_wrap=True)
     return result
 
 
+def combinations(grid: Sequence[str]) -> list[Changes]:
+    """All combinations of name=value,value,... as settings."""
+    known = {f.name: getattr(Settings(), f.name) for f in fields(Settings)}
+    axes: dict[str, list[Any]] = {}
+    for text in grid:
+        name, _, values = text.replace("-", "_", text.split("=")[0].count("-")).partition("=")
+        if name not in known or name == "amplitude":
+            raise ValueError(f"A sweep's grid expects NAME=VALUE,VALUE with a name of docs/settings.md, got {text!r}.")
+        axes[name] = [_value(name, value, known[name]) for value in values.split(",")]
+    return [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
+
+
 def choose(trials: Sequence[Trial]) -> Trial:
-    """The smallest bound whose accuracy is within one standard error of the best; there, the smallest NLL."""
-    best = max(trials, key=lambda t: t.accuracy)
-    error = math.sqrt(max(best.accuracy * (1 - best.accuracy), 1 / best.count) / best.count)
-    bound = min(t.bound for t in trials if t.accuracy >= best.accuracy - error)
-    return min((t for t in trials if t.bound == bound), key=lambda t: t.nll)
+    """By the three steps above."""
+    others = min(trials, key=lambda t: t.nll).others
+    trials = [t for t in trials if t.others == others]
+    accuracies = [t.accuracy for t in trials if t.accuracy is not None]
+    if accuracies and "bound" in trials[0].changes:
+        best, count = max(accuracies), trials[0].count
+        error = math.sqrt(max(best * (1 - best), 1 / count) / count)
+        bound = min(t.changes["bound"] for t in trials if t.accuracy is not None and t.accuracy >= best - error)
+        trials = [t for t in trials if t.changes["bound"] == bound]
+    return min(trials, key=lambda t: t.nll)
 
 
 def read(study: Any) -> list[Trial]:
@@ -106,22 +134,26 @@ def read(study: Any) -> list[Trial]:
     return [Trial(**t.user_attrs) for t in study.trials if t.state.is_finished() and t.user_attrs]
 
 
-def _judge(study: Any, bound: float, folder: Path, amplitudes: Sequence[float]) -> None:
+def _judge(study: Any, changes: Changes, folder: Path, amplitudes: Sequence[float]) -> None:
     """Add the trials of one trained model that the study lacks."""
-    known = {(t.bound, t.amplitude) for t in read(study)}
-    wanted = [a for a in (None, *amplitudes) if (bound, a) not in known]
-    if not wanted:
+    finished = runs.read(folder)
+    known = [t.amplitude for t in read(study) if t.changes == changes]
+    if None not in known:
+        figures, count = finished.metrics, len(finished.prediction("val"))
+        trial = Trial(changes, None, figures["nll/val"], figures.get("accuracy/val"), count)
+        study.add_trial(_recorded(trial))
+    wanted = [a for a in amplitudes if a not in known]
+    if not wanted or finished.prediction("val").variance is None:
         return
-    task, method, model = experiment.load(runs.read(folder))
-    if not isinstance(model, SNGP) or task.settings.likelihood != "categorical":
-        raise ValueError("A sweep needs a single model with a Gaussian-process head on a classification task.")
-    y = task.val.tensors[-1]
+    task, method, model = experiment.load(finished)
+    if not isinstance(model, SNGP) or model.head.likelihood == "gaussian":  # where calibration has no amplitude
+        return
     for amplitude in wanted:
         calibrate(model, batches(task.val), amplitude=amplitude, progress=False)
-        prediction = experiment.predict(method, model, task.val)
-        accuracy, nll = (METRICS[name](prediction, y) for name in ("accuracy", "nll"))
-        trial = Trial(bound, amplitude, accuracy, nll, len(y))
-        study.add_trial(_recorded(trial, float(model.head.amplitude)))
+        figures = on_targets(experiment.predict(method, model, task.val), targets(task.val), "val", task.scale)
+        study.add_trial(
+            _recorded(Trial(changes, amplitude, figures["nll/val"], figures["accuracy/val"], len(task.val)))
+        )
 
 
 def _study(folder: Path) -> Any:
@@ -135,29 +167,46 @@ def _study(folder: Path) -> Any:
     return optuna.create_study(study_name="sweep", storage=storage, load_if_exists=True)
 
 
-def _recorded(trial: Trial, amplitude: float) -> Any:
+def _recorded(trial: Trial) -> Any:
     from optuna.distributions import FloatDistribution
     from optuna.trial import create_trial
 
-    positive = FloatDistribution(1e-9, 1e9, log=True)
+    numbers = {k: v for k, v in (trial.changes | {"amplitude": trial.amplitude}).items() if isinstance(v, int | float)}
     return create_trial(
-        params={"bound": trial.bound, "amplitude": amplitude},
-        distributions={"bound": positive, "amplitude": positive},
+        params=numbers,
+        distributions=dict.fromkeys(numbers, FloatDistribution(0.0, 1e9)),  # all that optuna's plots need
         value=trial.nll,
-        user_attrs=vars(trial),
+        user_attrs=asdict(trial),
     )
 
 
 def _tell(trials: Sequence[Trial], chosen: Trial, console: Console) -> None:
     table = Table(title="On validation data")
-    for column in ("bound", "amplitude", "accuracy", "NLL", ""):
-        table.add_column(column, justify="right")
-    for t in _sorted(trials):
+    for column in (*chosen.changes, "amplitude", "accuracy", "NLL", ""):
+        table.add_column(column.replace("_", " "), justify="right")
+    for t in sorted(trials, key=lambda t: (_name(t.changes), t.amplitude or 0.0)):
         amplitude = "calibrated" if t.amplitude is None else f"{t.amplitude:g}"
-        mark = "chosen" if t == chosen else ""
-        table.add_row(f"{t.bound:g}", amplitude, f"{t.accuracy:.4f}", f"{t.nll:.4f}", mark)
+        accuracy = "" if t.accuracy is None else f"{t.accuracy:.4f}"
+        table.add_row(
+            *map(str, t.changes.values()), amplitude, accuracy, f"{t.nll:.4f}", "chosen" if t == chosen else ""
+        )
     console.print(table)
 
 
-def _sorted(trials: Sequence[Trial]) -> Iterator[Trial]:
-    yield from sorted(trials, key=lambda t: (t.bound, t.amplitude or 0.0))
+def _name(changes: Changes) -> str:
+    """Of the folder of a combination."""
+    return ",".join(f"{name}-{value}" for name, value in changes.items()) or "as-is"
+
+
+def _value(name: str, text: str, default: Any) -> Any:
+    """A value as the setting's type, told by its default."""
+    try:
+        if isinstance(default, int):
+            return int(text)
+        if isinstance(default, str):
+            return text
+        if isinstance(default, tuple):
+            return (text,)
+        return None if text.lower() == "none" else float(text)
+    except ValueError:
+        raise ValueError(f"The setting {name} expects a number, got {text!r}.") from None

@@ -76,7 +76,7 @@ def defaults(arguments: list[str]) -> Train | None:
         task = next((a for a in arguments if not a.startswith("-")), None)
         if task is None:
             return None
-        config = Config.of(task, preset=preset)
+        config = Config.of(task, given.get("--method", "sngp"), preset=preset)
     return Train(config.task, config.method, config.seed, config.data_seed, config.preset, settings=config.settings)
 
 

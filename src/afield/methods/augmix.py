@@ -55,7 +55,7 @@ def augmix(
             mixed = mix(x, chains(x.repeat(width, 1, 1, 1), severity, depth), mixing_weights(len(x), width, alpha))
         return (mixed, *rest)
 
-    return dataclasses.replace(method, transform=transform)
+    return dataclasses.replace(method, transform=transform, trained_as=None)
 
 
 def mix(x: Tensor, chained: Tensor, weights: Tensor) -> Tensor:

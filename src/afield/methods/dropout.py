@@ -39,7 +39,7 @@ def mc_dropout(method: Method, samples: int = 10, *, filter_wise: bool = False, 
 
     def build(backbone: BackboneFactory, num_outputs: int, settings: Settings = Settings(), /) -> nn.Module:
         model = method.build(backbone, num_outputs, settings)
-        if not _replace_dropout(model, filter_wise):
+        if not _replace_dropout(model, filter_wise, settings.dropout):
             raise ValueError("mc_dropout expects a backbone with dropout layers (nn.Dropout, nn.Dropout2d), got none.")
         return model
 
@@ -50,7 +50,7 @@ def mc_dropout(method: Method, samples: int = 10, *, filter_wise: bool = False, 
                 predictions.append(method.predict(model, x))
         return dataclasses.replace(average(predictions), features=mean_of([p.features for p in predictions]))
 
-    return dataclasses.replace(method, build=build, predict=predict)
+    return dataclasses.replace(method, build=build, predict=predict, trained_as=None if filter_wise else method)
 
 
 class SampledDropout(nn.Module):
@@ -82,12 +82,13 @@ def _sampling(generator: torch.Generator) -> Iterator[None]:
         _SAMPLING.reset(token)
 
 
-def _replace_dropout(model: nn.Module, filter_wise: bool) -> int:
-    """Put `SampledDropout` in the place of every dropout layer; how many there were."""
+def _replace_dropout(model: nn.Module, filter_wise: bool, rate: float | None) -> int:
+    """Put `SampledDropout` in the place of every dropout layer, with its own rate or this; how many there were."""
     count = 0
     for parent in list(model.modules()):
         for name, child in list(parent._modules.items()):  # under every name that it has
             if isinstance(child, nn.Dropout | nn.Dropout1d | nn.Dropout2d | nn.Dropout3d):
-                setattr(parent, name, SampledDropout(child.p, filter_wise or not isinstance(child, nn.Dropout)))
+                filters = filter_wise or not isinstance(child, nn.Dropout)
+                setattr(parent, name, SampledDropout(child.p if rate is None else rate, filters))
                 count += 1
     return count

@@ -24,13 +24,17 @@ from afield.predictive import Prediction
 from afield.tasks.task import Settings
 
 
-def ensemble(method: Method, size: int = 10) -> Method:
-    """`size` models of a method, trained side by side; their model is the ModuleList of the members."""
-    if size < 1:
+def ensemble(method: Method, size: int | None = None) -> Method:
+    """`size` models of a method, trained side by side; their model is the ModuleList of the members.
+
+    size  None: the settings' `members`
+    """
+    if size is not None and size < 1:
         raise ValueError(f"An ensemble needs at least one member, got size={size}.")
 
     def build(backbone: BackboneFactory, num_outputs: int, settings: Settings = Settings(), /) -> nn.Module:
-        members = nn.ModuleList([method.build(backbone, num_outputs, settings) for _ in range(size)])
+        count = size or settings.members
+        members = nn.ModuleList([method.build(backbone, num_outputs, settings) for _ in range(count)])
         if len(list(members.parameters())) < sum(len(list(m.parameters())) for m in members):
             raise ValueError(
                 "Members of an ensemble must not share parameters: the backbone factory must return a new network at "

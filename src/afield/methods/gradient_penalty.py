@@ -34,7 +34,7 @@ def gradient_penalty(method: Method, weight: float = 0.1) -> Method:
     def loss(model: nn.Module, batch: Any) -> Tensor:
         return base(model, batch) + weight * penalty(model, *batch)
 
-    return dataclasses.replace(method, loss=loss)
+    return dataclasses.replace(method, loss=loss, trained_as=None)
 
 
 def penalty(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:

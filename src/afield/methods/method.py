@@ -44,10 +44,13 @@ def unchanged(batch: Any) -> Any:
 
 @dataclass(frozen=True)
 class Members:
-    """An ensemble's parts: `size` models of `method`, whose predictions `combine` makes into one."""
+    """An ensemble's parts: `size` models of `method`, whose predictions `combine` makes into one.
+
+    size  None: as many as the settings say
+    """
 
     method: "Method"
-    size: int
+    size: int | None
     combine: Callable[[Sequence[Prediction]], Prediction]
 
 
@@ -55,12 +58,13 @@ class Members:
 class Method:
     """How to build, train, finish and query a model.
 
-    build      backbone, number of outputs, settings -> model
-    predict    model, inputs -> Prediction
-    loss       model, batch -> loss; None for models that gradient steps on batches do not train: `finish` fits them
-    finish     model, training and validation batches, settings: posterior, calibration, whatever comes after training
-    transform  batch -> batch, in training only
-    members    of an ensemble, or None
+    build       backbone, number of outputs, settings -> model
+    predict     model, inputs -> Prediction
+    loss        model, batch -> loss; None for models that gradient steps on batches do not train: `finish` fits them
+    finish      model, training and validation batches, settings: posterior, calibration, whatever comes after training
+    transform   batch -> batch, in training only
+    members     of an ensemble, or None
+    trained_as  the method whose training is the same unless the settings have a rate of dropout, or None
     """
 
     build: Build
@@ -69,3 +73,4 @@ class Method:
     finish: Finish = nothing
     transform: Callable[[Any], Any] = unchanged
     members: Members | None = None
+    trained_as: "Method | None" = None

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 from typing import Any, Literal
 
 import torch
@@ -49,6 +50,10 @@ class Settings:
     """One posterior for all outputs, or one for each."""
     curvature: Literal["auto", "unit", "likelihood"] = "auto"
     """Weight of an example in the posterior; auto: unit for classes with a shared covariance."""
+    dropout: float | None = None
+    """Rate of the layers that Monte Carlo dropout samples; None: the backbone's own."""
+    members: int = 10
+    """Of an ensemble."""
 
 
 @dataclass(frozen=True)
@@ -82,19 +87,25 @@ class Recipe:
 
     load      (seed, preset) -> Task, without its settings; the seed decides what data is drawn or how it is cut
     settings  by preset
+    adapted   pattern of method names -> settings that these methods have instead
     """
 
     load: Callable[[int, str], Task]
     settings: Mapping[str, Settings]
+    adapted: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def __call__(self, seed: int = 0, preset: str = "small") -> Task:
         settings = self.settings_for(preset)  # before the data: an unknown preset should not wait for it
         return replace(self.load(seed, preset), settings=settings)
 
-    def settings_for(self, preset: str) -> Settings:
+    def settings_for(self, preset: str, method: str = "") -> Settings:
         if preset not in self.settings:
             raise ValueError(f"Unknown preset {preset!r}: expected one of {', '.join(self.settings)}.")
-        return self.settings[preset]
+        settings = self.settings[preset]
+        for pattern, changes in self.adapted.items():
+            if fnmatchcase(method, pattern):
+                settings = replace(settings, **changes)
+        return settings
 
 
 def presets(small: Settings, *, smoke: Settings | None = None, paper: Settings | None = None) -> dict[str, Settings]:
