@@ -58,10 +58,7 @@ def train(
     """Gradient steps on shuffled batches."""
     assert method.loss is not None
     shuffle = torch.Generator()
-    if task.order is None:
-        loader = _loader(task.train, settings.batch_size, RandomSampler(task.train, generator=shuffle))
-    else:
-        loader = DataLoader(task.train, batch_size=None, sampler=_Order(task, settings.batch_size, shuffle))
+    loader = training_batches(task, settings, shuffle)
     optimizer = make_optimizer(model, settings)
     factor = schedule(settings, settings.epochs * len(loader))
     decay = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
@@ -122,6 +119,13 @@ def schedule(settings: Settings, steps: int) -> Callable[[int], float]:
         return 1.0
 
     return factor
+
+
+def training_batches(task: Task, settings: Settings, shuffle: torch.Generator) -> DataLoader[Any]:
+    """Batches in the order that the generator decides, every example once an epoch."""
+    if task.order is None:
+        return _loader(task.train, settings.batch_size, RandomSampler(task.train, generator=shuffle))
+    return DataLoader(task.train, batch_size=None, sampler=_Order(task, settings.batch_size, shuffle))
 
 
 def batches(data: Dataset[Any], size: int = 1024) -> DataLoader[Any]:

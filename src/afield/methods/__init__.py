@@ -4,6 +4,7 @@ from afield.methods.augmix import augmix
 from afield.methods.dense import dense
 from afield.methods.dropout import mc_dropout
 from afield.methods.ensemble import ensemble
+from afield.methods.frozen import frozen_attach, frozen_dense, frozen_gp
 from afield.methods.gp import gaussian_process
 from afield.methods.gp_exact import gp_exact
 from afield.methods.gp_hmc import gp_hmc
@@ -33,6 +34,9 @@ METHODS["dnn-augmix"] = augmix(METHODS["dnn"])
 METHODS["dnn-sn-augmix"] = augmix(METHODS["dnn-sn"])
 METHODS["dnn-gp-augmix"] = augmix(METHODS["dnn-gp"])
 METHODS["sngp-augmix"] = augmix(METHODS["sngp"])
+METHODS["frozen-dnn"] = frozen_dense()
+METHODS["frozen-attach"] = frozen_attach()
+METHODS["frozen-gp"] = frozen_gp()
 METHODS["gp-exact"] = gp_exact()
 METHODS["gp-random-features"] = gp_random_features()
 METHODS["gp-variational"] = gp_variational()

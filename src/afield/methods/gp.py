@@ -21,10 +21,14 @@ def gaussian_process(*, bounded: bool = False) -> Method:
 
     def build(backbone: BackboneFactory, num_outputs: int, settings: Settings = Settings(), /) -> nn.Module:
         net = Dense(backbone, num_outputs, settings)
-        head = {name: getattr(settings, name) for name in _OF_HEAD}
-        return sngp(nn.Sequential(*net), bound_rules(settings) if bounded else None, **head)
+        return sngp(nn.Sequential(*net), bound_rules(settings) if bounded else None, **of_head(settings))
 
-    return Method(build, _predict, finish=_finish)
+    return Method(build, predict_gp, finish=_finish)
+
+
+def of_head(settings: Settings) -> dict[str, Any]:
+    """The settings that are options of the head."""
+    return {name: getattr(settings, name) for name in _OF_HEAD}
 
 
 def _finish(model: nn.Module, train: Iterable[Any], val: Iterable[Any], settings: Settings = Settings(), /) -> None:
@@ -33,6 +37,6 @@ def _finish(model: nn.Module, train: Iterable[Any], val: Iterable[Any], settings
     calibrate(model, val, amplitude=settings.amplitude, progress=False)
 
 
-def _predict(model: nn.Module, x: Any) -> Prediction:
+def predict_gp(model: nn.Module, x: Any) -> Prediction:
     assert isinstance(model, SNGP)
     return model.predict(x)

@@ -56,11 +56,11 @@ def cifar(name: str, classes: int) -> Recipe:
     small = Settings(
         epochs=20,
         learning_rate=0.2,
-        head_learning_rate=2.0,  # random features have length 1, hidden vectors about 5: their gradients differ by 25
         optimizer="sgd",
         weight_decay=5e-4,
         warmup=0.2,
         bound=6.0,
+        dropout=0.1,
     )
     paper = Settings(
         epochs=250,
@@ -71,8 +71,13 @@ def cifar(name: str, classes: int) -> Recipe:
         schedule="steps",
         warmup=1 / 250,
         bound=6.0,
+        dropout=0.1,
     )
-    return Recipe(partial(_load, name, classes), {"smoke": replace(small, epochs=2), "small": small, "paper": paper})
+    return Recipe(
+        partial(_load, name, classes),
+        {"smoke": replace(small, epochs=2), "small": small, "paper": paper},
+        {"*gp*": {"head_learning_rate": 2.0}},  # features have length 1, hidden vectors about 5: gradients differ by 25
+    )
 
 
 def _load(name: str, classes: int, seed: int, preset: str) -> Task:

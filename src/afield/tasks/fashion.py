@@ -38,11 +38,11 @@ _NETS = {"smoke": (10, 1), "small": (10, 1), "paper": (16, 4)}
 _SMALL = Settings(
     epochs=10,
     learning_rate=0.2,
-    head_learning_rate=2.0,
     optimizer="sgd",
     weight_decay=5e-4,
     warmup=0.2,
     bound=6.0,
+    dropout=0.1,
 )
 _FILE = "images/fashion_mnist_30k_10k.npz"
 
@@ -65,7 +65,11 @@ def fashion(seed: int, preset: str) -> Task:
     )
 
 
-RECIPE = Recipe(fashion, {"smoke": replace(_SMALL, epochs=2), "small": _SMALL, "paper": replace(_SMALL, epochs=60)})
+RECIPE = Recipe(
+    fashion,
+    {"smoke": replace(_SMALL, epochs=2), "small": _SMALL, "paper": replace(_SMALL, epochs=60)},
+    {"*gp*": {"head_learning_rate": 2.0}},
+)
 
 
 def _part(name: str) -> Labelled:

@@ -43,6 +43,7 @@ _PAPER = Settings(
     warmup=5 / 90,
     bound=6.0,
     bounded=BOUNDED,
+    dropout=0.1,
 )
 
 

@@ -1,0 +1,122 @@
+"""A frozen backbone: only the output layer is fitted, by convex optimisation on hidden vectors that are seen once.
+
+frozen-dnn      a dense layer:  min over W, c   sum_i -log p(y_i | W h_i + c) + r/2 |W|^2
+frozen-attach   the same layer, kept as the mean, with a variance over its hidden vectors by `afield.attach`
+frozen-gp       a Gaussian-process output layer by `afield.fit_head`
+
+Minutes, where a fine-tuned network takes hours, and as good as the backbone is: meant for pretrained ones. r is the
+settings' ridge; their bound, epochs and learning rates do not matter.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from afield.batch import evaluating
+from afield.calibrate import calibrate
+from afield.convert import SNGP, attach, sngp
+from afield.methods.dense import Dense, fit_noise, predict
+from afield.methods.gp import of_head, predict_gp
+from afield.methods.method import BackboneFactory, Method
+from afield.posterior import fit_posterior
+from afield.solve import fit_head
+from afield.tasks.task import Settings
+
+_STEPS = 100
+Examples = list[tuple[Tensor, Tensor]]
+
+
+def frozen_dense() -> Method:
+    """The backbone with a dense output layer fitted to it."""
+
+    def build(backbone: BackboneFactory, num_outputs: int, settings: Settings = Settings(), /) -> nn.Module:
+        return Dense(backbone, num_outputs, settings).requires_grad_(False)
+
+    def finish(model: nn.Module, train: Iterable[Any], val: Iterable[Any], settings: Settings = Settings(), /) -> None:
+        assert isinstance(model, Dense)
+        fit_linear(model[1], hidden(model[0], train), settings.ridge)  # type: ignore[arg-type]
+        fit_noise(model, train, val, settings)
+
+    return Method(build, predict, None, finish)
+
+
+def frozen_attach() -> Method:
+    """The backbone with a dense output layer fitted to it, and a variance attached to that."""
+
+    def build(backbone: BackboneFactory, num_outputs: int, settings: Settings = Settings(), /) -> nn.Module:
+        return attach(nn.Sequential(*Dense(backbone, num_outputs, settings)), **of_head(settings))
+
+    def finish(model: nn.Module, train: Iterable[Any], val: Iterable[Any], settings: Settings = Settings(), /) -> None:
+        head, (seen, held_out) = _head_alone(model), _hidden_of(model, train, val)
+        assert isinstance(head.head.mean, nn.Linear)
+        fit_linear(head.head.mean, seen, settings.ridge)
+        fit_posterior(head, seen, progress=False)
+        calibrate(head, held_out, amplitude=settings.amplitude, progress=False)
+
+    return Method(build, predict_gp, None, finish)
+
+
+def frozen_gp() -> Method:
+    """The backbone with a Gaussian-process output layer fitted to it."""
+
+    def build(backbone: BackboneFactory, num_outputs: int, settings: Settings = Settings(), /) -> nn.Module:
+        return sngp(nn.Sequential(*Dense(backbone, num_outputs, settings)), None, freeze=True, **of_head(settings))
+
+    def finish(model: nn.Module, train: Iterable[Any], val: Iterable[Any], settings: Settings = Settings(), /) -> None:
+        head, (seen, held_out) = _head_alone(model), _hidden_of(model, train, val)
+        fit_head(head, seen, progress=False)
+        fit_posterior(head, seen, progress=False)
+        calibrate(head, held_out, amplitude=settings.amplitude, progress=False)
+
+    return Method(build, predict_gp, None, finish)
+
+
+def fit_linear(layer: nn.Linear, examples: Examples, ridge: float) -> None:
+    """The optimum of the objective above, by L-BFGS in float64."""
+    h, y = (torch.cat(parts) for parts in zip(*examples, strict=True))
+    h = torch.cat([h.double(), torch.ones(len(h), 1, dtype=torch.float64, device=h.device)], dim=1)
+    real = y.is_floating_point()
+    weights = torch.zeros(layer.out_features, h.shape[1], dtype=torch.float64, device=h.device, requires_grad=True)
+    optimizer = torch.optim.LBFGS([weights], max_iter=_STEPS, tolerance_grad=1e-6, line_search_fn="strong_wolfe")
+
+    def objective() -> Tensor:
+        output = h @ weights.T
+        nll = (
+            F.mse_loss(output, y.to(output).reshape_as(output), reduction="sum") / 2
+            if real
+            else F.cross_entropy(output, y, reduction="sum")
+        )
+        return (nll + ridge / 2 * weights[:, :-1].square().sum()) / len(h)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        value = objective()
+        value.backward()
+        return value
+
+    with torch.enable_grad():
+        optimizer.step(closure)
+    with torch.no_grad():
+        layer.weight.copy_(weights[:, :-1])
+        layer.bias.copy_(weights[:, -1])
+
+
+def hidden(backbone: nn.Module, batches: Iterable[Any]) -> Examples:
+    """Hidden vectors and targets, batch by batch."""
+    with evaluating(backbone):
+        return [(backbone(x), y) for x, y in batches]
+
+
+def _hidden_of(model: nn.Module, *loaders: Iterable[Any]) -> list[Examples]:
+    assert isinstance(model, SNGP)
+    assert isinstance(model.net, nn.Sequential)
+    return [hidden(model.net[0], loader) for loader in loaders]
+
+
+def _head_alone(model: nn.Module) -> SNGP:
+    """The model's own head as a model of hidden vectors: the backbone runs once, not once a step."""
+    assert isinstance(model, SNGP)
+    return SNGP(model.head, "", kind=model.kind, settings=model.settings, reasons={})
