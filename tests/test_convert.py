@@ -862,3 +862,43 @@ def test_attached_network_is_unsure_far_away_although_its_dense_mean_grows_witho
     assert sorted(variance) == variance
     assert confidence[-1] < 0.51
     assert p_value[-1] == pytest.approx(prediction.finest)
+
+
+# Networks that are not built in the order in which they run
+
+
+class HeadFirst(nn.Module):
+    """Registers its output layer before its hidden one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out, self.body = nn.Linear(8, 3), nn.Linear(4, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.body(x).relu())
+
+
+def test_a_layer_that_does_not_make_the_logits_is_refused_when_it_shows():
+    with pytest.raises(RuntimeError, match=r"'body' makes 8 numbers an input.*\(5, 3\) for 5 inputs.*output=\.\.\."):
+        afield.sngp(HeadFirst()).hidden(torch.randn(5, 4))
+    assert afield.sngp(HeadFirst(), output="out").hidden(torch.randn(5, 4)).shape == (5, 8)
+
+
+def test_the_body_of_a_hugging_face_network_holds_no_output_layer():
+    class Classifier(HeadFirst):
+        @property
+        def base_model(self) -> nn.Module:
+            return self.body
+
+    assert afield.sngp(Classifier()).output == "out"
+
+
+def test_a_layer_with_a_forward_of_its_own_is_not_said_to_be_bounded():
+    class Doubled(nn.Conv2d):
+        def forward(self, x: Tensor) -> Tensor:
+            return 2 * super().forward(x)
+
+    net = nn.Sequential(Doubled(3, 4, 3), nn.Conv2d(4, 4, 3), nn.Flatten(), nn.Linear(64, 2))
+    statuses = {row.name: row.status for row in afield.sngp(net).audit(io.StringIO())}
+    assert statuses["0"] == "not bounded: Doubled computes in its own way, its operator is not known"
+    assert statuses["1"].startswith("bounded")

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from afield.batch import device_of, evaluating, split_batch
+from afield.explain import explain
 from afield.head import GaussianProcessHead
 from afield.predictive import Prediction
 from afield.spectral import BOUNDABLE, bound, boundable, bounds_of, operator_norm
@@ -62,11 +63,23 @@ class SNGP(nn.Module):
     def hidden(self, *args: Any, **kwargs: Any) -> Tensor:
         """The hidden vectors h (N, d) that reach the head."""
         with self.head.capture() as seen:
-            self.net(*args, **kwargs)
+            try:
+                out = self.net(*args, **kwargs)
+            except (RuntimeError, TypeError, IndexError) as error:
+                if (clearer := explain(self.net, args, kwargs)) is None:
+                    raise
+                raise clearer from error
         if len(seen) != 1:
             raise RuntimeError(
                 f"The output layer {self.output!r} ran {len(seen)} times in one forward pass, expected once. "
                 "Name the layer that makes the logits with output=..."
+            )
+        logits, expected = getattr(out, "logits", out), seen[0].shape[0] * self.head.out_features
+        if isinstance(logits, Tensor) and logits.numel() != expected:
+            raise RuntimeError(
+                f"The output layer {self.output!r} makes {self.head.out_features} numbers an input, but the network "
+                f"returned a tensor of shape {tuple(logits.shape)} for {seen[0].shape[0]} inputs: it is not the last "
+                "layer. Name the layer that makes the logits with output=..."
             )
         return seen[0]
 
@@ -193,6 +206,10 @@ def _again(model: SNGP, kind: str, asked: dict[str, Any], default: dict[str, Any
 def _copied(net: nn.Module, output: str | None) -> tuple[nn.Module, str, nn.Linear]:
     linears = {name: m for name, m in net.named_modules() if isinstance(m, nn.Linear)}
     inside = {f"{name}.out_proj".lstrip(".") for name, m in net.named_modules() if isinstance(m, nn.MultiheadAttention)}
+    body = getattr(net, "base_model", net)  # Hugging Face: a few networks register their classifier before the body
+    if isinstance(body, nn.Module) and body is not net:
+        within = set(map(id, body.modules()))
+        inside |= {name for name, m in linears.items() if id(m) in within}
     if output is None:
         candidates = [name for name in linears if name not in inside]
         if not candidates:
@@ -235,6 +252,8 @@ def bound_layers(net: nn.Module, rules: BoundRules, skip: str) -> dict[str, str]
             )
         elif not boundable(layer):
             reasons[name] = "not bounded: it has no scale or no running statistics"
+        elif _computes_its_own_way(layer):
+            reasons[name] = f"not bounded: {_plain_type(layer)} computes in its own way, its operator is not known"
         else:
             bound(layer, c)
     if unused:
@@ -242,6 +261,12 @@ def bound_layers(net: nn.Module, rules: BoundRules, skip: str) -> dict[str, str]
         layers = ", ".join(name for name, _ in _layers(net))
         raise ValueError(f"bound has entries that match no hidden layer: {names}. The layers are: {layers}.")
     return reasons
+
+
+def _computes_its_own_way(layer: nn.Module) -> bool:
+    """A subclass that pads or standardises in a forward of its own: the bound would be on another operator."""
+    known = next(kind for kind in type(layer).__mro__ if kind in BOUNDABLE)
+    return not isinstance(layer, _BATCH_NORM) and type(layer).forward is not known.forward
 
 
 def _bound_for(name: str, layer: nn.Module, rules: BoundRules) -> tuple[float | None, str | type | None]:

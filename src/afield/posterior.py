@@ -41,6 +41,7 @@ def fit_posterior(
         raise ValueError("Moving averages of several processes do not add up: use momentum=None.")
     with evaluating(model):
         head.reset_posterior()
+        _share_statistics(model)
         try:
             _fit(model, Hidden(model, _shard(loader, sharded), progress=progress), fast)
         except BaseException:
@@ -113,6 +114,7 @@ class Hidden:
     def __init__(self, model: SNGP, loader: Iterable[Any], *, progress: bool | None = None) -> None:
         self.model, self.loader, self.progress = model, loader, progress
         self.device = device_of(model)
+        self.odd_target = ""  # what stood in place of targets
         self._cache: list[tuple[Tensor, Tensor | None]] | None = None
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor | None]]:
@@ -121,11 +123,14 @@ class Hidden:
                 yield h.to(self.device), None if target is None else target.to(self.device)
             return
         cache: list[tuple[Tensor, Tensor | None]] = []
-        size = 0
+        size = rows = 0
         for batch in track(self.loader, "hidden features", show=self.progress):
             args, kwargs, target = split_batch(batch, self.device)
             h = self.model.hidden(*args, **kwargs)
-            target = target if isinstance(target, Tensor) else None  # file names and the like
+            self.model.head.check_finite(h, before=rows)
+            rows += h.shape[0]
+            if target is not None and not isinstance(target, Tensor):  # file names and the like
+                self.odd_target, target = _kind(target), None
             if target is not None and target.shape[:1] != h.shape[:1]:
                 raise ValueError(f"A batch has {h.shape[0]} inputs and targets of shape {tuple(target.shape)}.")
             size += h.nbytes
@@ -135,6 +140,21 @@ class Hidden:
         if size <= _CACHE_BYTES:
             self._cache = cache
 
+    def without_target(self, what: str) -> ValueError:
+        """The error to raise where a target is needed and there was none."""
+        expected = f"{what} expects batches of (inputs, target)"
+        if not self.odd_target:
+            return ValueError(f"{expected}, got a batch without a target.")
+        return ValueError(
+            f"{expected} whose target is a tensor of numbers, got {self.odd_target}. Number the classes from 0, and "
+            "give them as torch.tensor(...)."
+        )
+
+
+def _kind(value: Any) -> str:
+    inner = f" of {type(value[0]).__name__}" if isinstance(value, list | tuple) and value else ""
+    return f"{type(value).__name__}{inner}"
+
 
 def check_target(target: Tensor, head: GaussianProcessHead) -> Tensor:
     """Targets in the form the likelihood wants: class indices (N,), or numbers (N, K)."""
@@ -142,17 +162,20 @@ def check_target(target: Tensor, head: GaussianProcessHead) -> Tensor:
         target = target.reshape(target.shape[0], -1).double()
         if target.shape[1] != head.out_features:
             raise ValueError(f"The head has {head.out_features} outputs, the targets have {target.shape[1]} columns.")
-        if not bool(torch.isfinite(target).all()) or (head.likelihood == "poisson" and bool((target < 0).any())):
+        good = torch.isfinite(target) & ((target >= 0) | (head.likelihood == "gaussian"))
+        if not bool(good.all()):
             raise ValueError(
-                f"{head.likelihood} targets must be finite{' and not negative' * (head.likelihood != 'gaussian')}."
+                f"{head.likelihood} targets must be finite{' and not negative' * (head.likelihood != 'gaussian')}, "
+                f"got others in rows {_rows(~good.all(1))}."
             )
         return target
     classes = max(head.out_features, 2)
     target = target.reshape(-1) if target.dim() == 2 and target.shape[1] == 1 else target
     whole = target.long()
     if target.dim() != 1 or bool((whole != target).any()):
+        where = f" (first: rows {_rows(whole != target)})" if target.dim() == 1 else ""
         raise ValueError(
-            f"Class targets must be whole numbers of shape (N,), got {target.dtype} {tuple(target.shape)}."
+            f"Class targets must be whole numbers of shape (N,), got {target.dtype} {tuple(target.shape)}{where}."
         )
     if whole.numel() and not (int(whole.min()) >= 0 and int(whole.max()) < classes):
         raise ValueError(
@@ -162,11 +185,14 @@ def check_target(target: Tensor, head: GaussianProcessHead) -> Tensor:
     return whole
 
 
+def _rows(bad: Tensor) -> list[int]:
+    return bad.nonzero().flatten().tolist()[:5]
+
+
 def adapt(model: SNGP, examples: Hidden) -> None:
     """Set the head's standardisation and length scale from all hidden vectors, the same on every rank."""
     total, rows, step, kept = None, 0, 1, torch.zeros(0)
     for h, _ in examples:
-        model.head.check_finite(h)
         double = h.double()
         moments = torch.stack([double.new_full(h.shape[1:], h.shape[0]), double.sum(0), double.square().sum(0)])
         total = moments if total is None else total + moments
@@ -208,6 +234,19 @@ def noise_variance(head: GaussianProcessHead, gram: Tensor, squares: float, coun
 
 def _distributed() -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def _share_statistics(model: SNGP) -> None:
+    """The first rank's buffers on all: DDP shares batch statistics before each step, but not after the last one.
+
+    Those of the head and of bounds are the same on every rank by their own doing.
+    """
+    if _distributed():
+        own = set(map(id, model.head.modules()))
+        for name, module in model.net.named_modules():
+            if id(module) not in own and ".parametrizations" not in f".{name}":
+                for buffer in module.buffers(recurse=False):
+                    dist.broadcast(buffer, src=0)
 
 
 def _reduce(precision: Precision, residuals: Tensor) -> Tensor:

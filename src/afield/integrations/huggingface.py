@@ -1,0 +1,322 @@
+"""Hugging Face: classifiers of `transformers` with a Gaussian-process output layer.
+
+    net = AutoModelForSequenceClassification.from_pretrained(name, num_labels=3)
+    model = huggingface.sngp(net)                                 or huggingface.attach(net), if it is trained
+    Trainer(model.net, ..., callbacks=[FitPosterior(model)]).train()
+    huggingface.save_pretrained(model, "folder", tokenizer)
+    classify = TextClassifier.from_pretrained("folder")
+    classify(["where is my card?"])       [{"label": ..., "probability": ..., "p_value": ..., "accepted": ...}]
+
+`sngp` and `attach` here are `afield.sngp` and `afield.attach`, told what they cannot see in a network of this library:
+
+- the output layer is the last Linear *outside the body*, which a few architectures (XLM-RoBERTa, CamemBERT) register
+  first of all;
+- as in the paper's appendix, a number as `bound` bounds only the layers between the body and the output layer (BERT's
+  pooler, RoBERTa's dense layer): bounds inside harm a pretrained body;
+- a decoder (GPT-2, Llama, Qwen) scores every token and then picks one. A Gaussian process wants one hidden vector an
+  input, so the token is picked first: `LastToken`, the same network with the same answers.
+
+`Trainer` reads the signature and the configuration of what it trains: give it `model.net`.
+"""
+
+import copy
+import inspect
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from afield import convert
+from afield.batch import track
+from afield.calibrate import Calibration, calibrate
+from afield.convert import SNGP, BoundRules
+from afield.integrations import in_order
+from afield.persist import DamagedModel, load_model, read_index, save_model
+from afield.posterior import fit_posterior
+from afield.predictive import Prediction
+
+try:
+    import transformers
+    from transformers import PreTrainedModel, TrainerCallback
+    from transformers.modeling_outputs import SequenceClassifierOutput
+except ImportError as error:
+    if (error.name or "").split(".")[0] != "transformers":  # it is there, and something else is wrong
+        raise
+    raise ImportError('The Hugging Face integration needs transformers: pip install "afield[huggingface]".') from error
+
+_LONGEST = 100_000  # tokenizers without a limit of their own report 1e30
+
+
+class LastToken(nn.Module):
+    """A decoder that scores its last token alone: the answers of `net`, from one hidden vector (N, d) an input.
+
+    The last token is the network's own choice, the rightmost one that is not padding by its id; without a padding id
+    in the configuration, by the attention mask.
+    """
+
+    accepts_loss_kwargs = False  # Trainer: the loss is a mean, to be divided when gradients are accumulated
+
+    def __init__(self, net: PreTrainedModel) -> None:
+        super().__init__()
+        self.config, self.net_type, self.loss_function = net.config, type(net), net.loss_function
+        self.body = net.base_model
+        self.score = next(child for child in net.children() if isinstance(child, nn.Linear))
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        labels: Tensor | None = None,
+        **kwargs: Any,
+    ) -> SequenceClassifierOutput:
+        options = {"attention_mask": attention_mask, "position_ids": position_ids, "use_cache": False, **kwargs}
+        tokens = self.body(input_ids, **{k: v for k, v in options.items() if v is not None}).last_hidden_state
+        pad = self.config.get_text_config().pad_token_id
+        if pad is not None:
+            used = input_ids != pad
+        else:
+            used = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        last = (used.int() * torch.arange(input_ids.shape[1], device=used.device)).argmax(-1).to(tokens.device)
+        logits = self.score(tokens[torch.arange(len(tokens), device=tokens.device), last])
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, pooled_logits=logits, config=self.config)
+        return SequenceClassifierOutput(loss=loss, logits=logits)
+
+
+def sngp(net: PreTrainedModel, bound: BoundRules = 0.95, *, output: str | None = None, **options: Any) -> SNGP:
+    """`afield.sngp` for a network of transformers.
+
+    bound    a number for the layers between the body and the output layer; None and mappings as in `afield.sngp`
+    output   the name of the Linear that makes the logits, where it is not the last one outside the body
+    options  of `afield.sngp`; the likelihood is gaussian where the configuration says regression
+    """
+    prepared, output = _prepared(net, output)
+    if isinstance(bound, float | int):
+        bound = dict.fromkeys(_between(prepared, output), float(bound))
+    return convert.sngp(prepared, bound, output=output, **_likelihood(net, options))
+
+
+def attach(net: PreTrainedModel, *, output: str | None = None, **options: Any) -> SNGP:
+    """`afield.attach` for a trained network of transformers: it keeps its predictions and gains a variance."""
+    prepared, output = _prepared(net, output)
+    return convert.attach(prepared, output=output, **_likelihood(net, options))
+
+
+class FitPosterior(TrainerCallback):
+    """Fit the posterior and calibrate at the end of `Trainer.train`, on the weights that training leaves behind.
+
+    model      the `SNGP` whose `net` the Trainer trains
+    train      batches for the posterior; None takes the Trainer's training data, every example once, in evaluation mode
+    held_out   batches for calibration; None takes the Trainer's evaluation data, if it evaluated on any. These must
+               be examples that the network was not trained on
+    options    of `afield.calibrate`
+
+    `calibration` has what `afield.calibrate` found, None before. With `load_best_model_at_end` the best weights are
+    back before this runs. With several processes every example counts once.
+    """
+
+    def __init__(
+        self,
+        model: SNGP,
+        *,
+        train: Iterable[Any] | None = None,
+        held_out: Iterable[Any] | None = None,
+        **options: Any,
+    ) -> None:
+        if not isinstance(model, SNGP):
+            raise TypeError(
+                f"FitPosterior expects the model made by sngp or attach, got {type(model).__name__}: "
+                "Trainer(model.net, ..., callbacks=[FitPosterior(model)])."
+            )
+        self.model, self.train, self.held_out, self.options = model, train, held_out, options
+        self.calibration: Calibration | None = None
+
+    def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if kwargs.get("model") is not self.model.net:
+            raise ValueError(
+                "FitPosterior expects the Trainer to train the network inside its model, whose signature and "
+                f"configuration Trainer reads: Trainer(model.net, ...), got {type(kwargs.get('model')).__name__}."
+            )
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.model.head.reset_posterior()  # it belongs to weights that are about to change
+        self.calibration = None
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        train = kwargs["train_dataloader"] if self.train is None else self.train
+        held_out = kwargs["eval_dataloader"] if self.held_out is None else self.held_out
+        fit_posterior(self.model, in_order(train))
+        if held_out is not None:
+            self.calibration = calibrate(self.model, in_order(held_out), **self.options)
+
+
+def save_pretrained(model: SNGP, folder: str | os.PathLike[str], tokenizer: Any = None) -> Path:
+    """Write model, configuration and tokenizer (or image processor) to one folder: safetensors and JSON alone."""
+    config = getattr(model.net, "config", None)
+    if not isinstance(config, transformers.PretrainedConfig):
+        raise TypeError(
+            f"save_pretrained expects a network of transformers inside the model, got {type(model.net).__name__}: use "
+            "afield.save(model, folder)."
+        )
+    config = copy.deepcopy(config)
+    config.architectures = [_type(model.net).__name__]
+    config.save_pretrained(folder)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+    return save_model(model, folder, metadata={"labels": labels_of(model)})
+
+
+def from_pretrained(folder: str | os.PathLike[str]) -> SNGP:
+    """The model that `save_pretrained` wrote: the network is built from its configuration, then filled."""
+    read_index(folder)
+    if not (Path(folder) / "config.json").is_file():
+        raise DamagedModel(f"{folder} has no config.json: it was not written by save_pretrained. Use afield.load.")
+    config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+    name = (config.architectures or [""])[0]
+    kind = getattr(transformers, name, None)
+    if not (isinstance(kind, type) and issubclass(kind, PreTrainedModel)):
+        raise DamagedModel(
+            f"{folder} holds a {name or 'network without a name'}, which transformers {transformers.__version__} does "
+            "not have. Upgrade transformers, or build the network yourself: afield.load(folder, net)."
+        )
+    net = kind(config)
+    return load_model(folder, LastToken(net) if _scores_every_token(net) else net)
+
+
+def labels_of(model: SNGP) -> list[str]:
+    """The names of the classes, from the configuration; numbers where it has none."""
+    names = getattr(getattr(model.net, "config", None), "id2label", None) or {}
+    count = max(model.head.out_features, 2)
+    return [str(names.get(k, k)) for k in range(count)] if len(names) == count else [str(k) for k in range(count)]
+
+
+@dataclass(frozen=True)
+class TextClassifier:
+    """Texts in, answers out: for each text its label, probability, p-value, whether it is accepted, and score.
+
+    model        fitted and calibrated
+    tokenizer    its own
+    batch_size   texts at a time; texts of like length go together, which changes no answer
+    max_length   tokens at which a text is cut; None: the tokenizer's own limit, or the network's
+
+    `p_value` is small where the text is unlike the held-out data, and `accepted` is `p_value > alpha`: texts like
+    those are refused at a rate of at most alpha. `score` is the distance behind it: higher is further.
+    """
+
+    model: SNGP
+    tokenizer: Any
+    batch_size: int = 32
+    max_length: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.model.head.likelihood not in ("categorical", "bernoulli"):
+            raise ValueError(f"TextClassifier expects classes, got a {self.model.head.likelihood} model: use predict.")
+        if self.tokenizer.pad_token_id is None:
+            raise ValueError(
+                "The tokenizer has no padding token, so it makes no batches: tokenizer.pad_token = tokenizer.eos_token."
+            )
+
+    @classmethod
+    def from_pretrained(cls, folder: str | os.PathLike[str], **options: Any) -> "TextClassifier":
+        """From a folder that `save_pretrained` wrote, tokenizer included."""
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        return cls(from_pretrained(folder), tokenizer, **options)
+
+    def __call__(
+        self, texts: str | Iterable[str], *, alpha: float = 0.01, progress: bool | None = None
+    ) -> list[dict[str, Any]]:
+        """One dictionary for each text, in their order."""
+        texts = [texts] if isinstance(texts, str) else list(texts)
+        if not texts:
+            return []
+        p = self.predict(texts, progress=progress)
+        names, accepted = labels_of(self.model), p.accept(alpha)
+        assert p.p_value is not None
+        columns = (p.labels, p.confidence, p.p_value, accepted, p.score())
+        return [
+            {"label": names[label], "probability": confidence, "p_value": p_value, "accepted": ok, "score": score}
+            for label, confidence, p_value, ok, score in zip(*(c.tolist() for c in columns), strict=True)
+        ]
+
+    def predict(self, texts: Sequence[str], *, progress: bool | None = None) -> Prediction:
+        """The `Prediction` for texts, in their order."""
+        for i, text in enumerate(texts):
+            if not isinstance(text, str):
+                raise TypeError(f"TextClassifier expects texts, got {type(text).__name__} at position {i}: {text!r}.")
+        order = sorted(range(len(texts)), key=lambda i: len(texts[i]))
+        batches = [order[i : i + self.batch_size] for i in range(0, len(order), self.batch_size)]
+        parts = [
+            self.model.predict(self._encoded([texts[i] for i in batch]))
+            for batch in track(batches, "texts", show=progress)
+        ]
+        back = torch.empty(len(order), dtype=torch.int64)
+        back[torch.tensor(order, dtype=torch.int64)] = torch.arange(len(order))
+        return Prediction.cat(parts)[back.to(parts[0].logits.device)]
+
+    def _encoded(self, texts: list[str]) -> dict[str, Tensor]:
+        found = self.tokenizer(
+            texts, padding=True, padding_side="right", truncation=True, max_length=self._limit(), return_tensors="pt"
+        )
+        known = inspect.signature(self.model.net.forward).parameters
+        return {name: value for name, value in found.items() if name in known}
+
+    def _limit(self) -> int | None:
+        own = self.tokenizer.model_max_length
+        positions = getattr(self.model.net.config, "max_position_embeddings", None)
+        return self.max_length or (own if own < _LONGEST else positions)
+
+
+def _type(net: nn.Module) -> type:
+    return net.net_type if isinstance(net, LastToken) else type(net)
+
+
+def _prepared(net: PreTrainedModel, output: str | None) -> tuple[nn.Module, str]:
+    """The network that will be converted, and the name of its output layer."""
+    if not isinstance(net, PreTrainedModel):
+        raise TypeError(f"Expected a network of transformers, got {type(net).__name__}: use afield.sngp or attach.")
+    if output is not None:
+        return net, output
+    if _scores_every_token(net):
+        return LastToken(net), "score"
+    body = set(map(id, net.base_model.modules()))
+    linears = [name for name, m in net.named_modules() if isinstance(m, nn.Linear) and id(m) not in body]
+    if not linears:
+        raise ValueError(
+            f"{type(net).__name__} has no Linear outside its body: use a class with an output layer, such as "
+            "AutoModelForSequenceClassification, or name the layer with output=..."
+        )
+    return net, linears[-1]
+
+
+def _scores_every_token(net: PreTrainedModel) -> bool:
+    """Decoders for classification are a body and one Linear; encoders pool, or drop out, in between."""
+    children = list(net.children())
+    return (
+        type(net).__name__.endswith("ForSequenceClassification")
+        and len(children) == 2
+        and any(child is net.base_model for child in children)
+        and any(isinstance(child, nn.Linear) for child in children)
+    )
+
+
+def _between(net: nn.Module, output: str) -> list[str]:
+    """The Linear layers after the body, the output layer excepted: its pooler and what stands outside."""
+    body: Any = net.body if isinstance(net, LastToken) else net.base_model
+    pooler = getattr(body, "pooler", None)
+    after = set(map(id, pooler.modules())) if isinstance(pooler, nn.Module) else set()
+    inside = set(map(id, body.modules())) - after
+    return [n for n, m in net.named_modules() if isinstance(m, nn.Linear) and id(m) not in inside and n != output]
+
+
+def _likelihood(net: PreTrainedModel, options: Mapping[str, Any]) -> dict[str, Any]:
+    problem = net.config.problem_type
+    if problem == "multi_label_classification":
+        raise ValueError("Multi-label classification has no likelihood here: use one class an input, or a model each.")
+    regression = problem == "regression" or (problem is None and net.config.num_labels == 1)
+    return {**({"likelihood": "gaussian"} if regression else {}), **options}
