@@ -138,7 +138,7 @@ def test_a_step_a_posterior_and_a_calibration(name: str):
 
 @pytest.mark.parametrize("name", ["test_resnet", *(pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES)])
 def test_export_answers_like_the_model(name: str, tmp_path: Path):
-    pytest.importorskip("onnxruntime", reason='needs pip install "afield[export]"')
+    pytest.importorskip("onnxruntime", reason='needs pip install "afield[onnx]"')
     from afield.export import export
 
     model = trained(name)

@@ -98,20 +98,17 @@ def calibrate(
     if not 0 < fit_fraction < 1:
         raise ValueError(f"fit_fraction must lie strictly between 0 and 1, got {fit_fraction}.")
     with evaluating(model):
-        batches = list(Hidden(model, loader, progress=progress))
+        examples = Hidden(model, loader, progress=progress)
+        batches = list(examples)
         if not batches:
             raise ValueError("calibrate got an empty loader: there is nothing to calibrate on.")
         if any(target is None for _, target in batches):
-            raise ValueError("calibrate expects batches of (inputs, target), got batches without a target.")
+            raise examples.without_target("calibrate")
         hidden = torch.cat([h for h, _ in batches])
         target = check_target(torch.cat([t for _, t in batches if t is not None]), head)
         if hidden.shape[0] < _FEWEST:
             raise ValueError(f"calibrate expects at least {_FEWEST} held-out examples, got {hidden.shape[0]}.")
-        if not bool(torch.isfinite(hidden).all()):
-            raise ValueError("Hidden features of the held-out data must be finite, got NaN or infinity.")
-        order = torch.randperm(hidden.shape[0], generator=torch.Generator().manual_seed(seed)).to(hidden.device)
-        cut = min(hidden.shape[0] - 1, max(1, round(fit_fraction * hidden.shape[0])))
-        fit, rest = order[:cut], order[cut:]
+        fit, rest = (part.to(hidden.device) for part in cut_in_two(hidden.shape[0], fit_fraction, seed))
         objective = OBJECTIVES[head.likelihood](head, hidden[fit], target[fit])
         if amplitude is not None:
             objective = dataclasses.replace(objective, grid=np.array([amplitude**2]))
@@ -128,6 +125,13 @@ def calibrate(
     return Calibration(
         float(head.logit_scale), amplitude, float(head.noise), before, after, int(fit.numel()), int(rest.numel())
     )
+
+
+def cut_in_two(count: int, fit_fraction: float = 2 / 3, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Rows of the held-out data that choose the parameters, and rows whose scores are the reference for p-values."""
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(seed))
+    cut = min(count - 1, max(1, round(fit_fraction * count)))
+    return order[:cut], order[cut:]
 
 
 def _choose(objective: Objective, *, largest: bool) -> tuple[float, float, float]:

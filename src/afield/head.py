@@ -9,7 +9,7 @@ distributed training, gradient checkpointing and repeated passes. `observe` adds
 import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -45,6 +45,7 @@ class GaussianProcessHead(nn.Module):
     momentum             None sums over all examples exactly; a number makes a moving average over batches
     constant             add a trained constant to f, outside the prior (far from the data, f tends to it)
     mean                 a trained output layer to keep as f; there are then no output weights to train
+    added, dropped       outputs that `afield.classes` has added after the others, and indices of those it has dropped
     generator            of the random features; None draws from torch's global state
 
     Output weights start at the prior mean, zero, so that f tends to zero far from the data also after training.
@@ -76,6 +77,8 @@ class GaussianProcessHead(nn.Module):
         momentum: float | None = None,
         constant: bool = False,
         mean: nn.Module | None = None,
+        added: int = 0,
+        dropped: Sequence[int] = (),
         generator: torch.Generator | None = None,
     ) -> None:
         super().__init__()
@@ -89,7 +92,8 @@ class GaussianProcessHead(nn.Module):
         for name, value in (("ridge", ridge), ("amplitude", amplitude)):
             if not 0 < value < math.inf:
                 raise ValueError(f"{name} must be positive and finite, got {value}.")
-        self.in_features, self.out_features = in_features, out_features
+        self.in_features, self.out_features = in_features, out_features + added - len(dropped)
+        self.first_outputs = out_features  # before any was added or dropped
         self.likelihood, self.covariance = likelihood, covariance
         self.curvature = choose_curvature(curvature, likelihood, covariance)
         self.random_features = RandomFeatures(
@@ -110,6 +114,9 @@ class GaussianProcessHead(nn.Module):
         self.mean = mean
         if mean is None:
             self.weight = nn.Parameter(torch.zeros(out_features, num_random_features))
+        weights = [torch.zeros(num_random_features) for _ in range(added)]
+        self.added: nn.ParameterList | tuple[Tensor, ...] = nn.ParameterList(weights) if added else ()
+        self.dropped = tuple(dropped)
         if constant and mean is not None:
             raise ValueError("constant=True adds to the output weights, which a kept output layer (mean=...) replaces.")
         if constant:
@@ -218,10 +225,23 @@ class GaussianProcessHead(nn.Module):
 
     def _mean(self, h: Tensor, phi: Tensor | None) -> Tensor:
         if self.mean is not None:
-            return self.mean(self._checked(h))
-        phi = self.features(h) if phi is None else phi
-        with torch.autocast(h.device.type, enabled=False):
-            return F.linear(phi, self.weight, self.constant)
+            logits = self.mean(self._checked(h))
+        else:
+            phi = self.features(h) if phi is None else phi
+            with torch.autocast(h.device.type, enabled=False):
+                logits = F.linear(phi, self.weight, self.constant)
+        if self.added:
+            logits = self._with_added(logits, self.features(h) if phi is None else phi)
+        return logits[:, [k for k in range(logits.shape[-1]) if k not in self.dropped]] if self.dropped else logits
+
+    def _with_added(self, logits: Tensor, phi: Tensor) -> Tensor:
+        """Added outputs count from the mean of the first ones: a softmax leaves their common level free.
+
+        Each is a product of its own, because a wider matrix may round the old logits differently.
+        """
+        level = logits.mean(-1, keepdim=True)
+        with torch.autocast(phi.device.type, enabled=False):
+            return torch.cat([logits, *(level + F.linear(phi, weight[None]) for weight in self.added)], dim=-1)
 
     @torch.no_grad()
     def _accumulate(self, h: Tensor, logits: Tensor | None, add: Callable[[Tensor, Tensor], None]) -> None:
@@ -240,21 +260,22 @@ class GaussianProcessHead(nn.Module):
         add(phi, weights)
         self._uncalibrate()
 
-    def check_finite(self, *tensors: Tensor) -> None:
-        """Name the rows that hold NaN or infinity."""
+    def check_finite(self, *tensors: Tensor, before: int = 0) -> None:
+        """Name the rows that hold NaN or infinity; `before` examples of the loader came in earlier batches."""
         finite = torch.stack([torch.isfinite(t).all(dim=-1) for t in tensors]).all(0)
         if not bool(finite.all()):
             rows = (~finite).nonzero().flatten().tolist()
+            where = f", which are examples {[before + row for row in rows[:5]]} of the loader" if before else ""
             raise ValueError(
                 f"Hidden features must be finite, got NaN or infinity in {len(rows)} of {len(finite)} rows "
-                f"(first: {rows[:5]}). Nothing of this batch was added; look at the inputs or the backbone."
+                f"(first: {rows[:5]}){where}. Nothing of this batch was added; look at the inputs or the backbone."
             )
 
     def _checked(self, h: Tensor) -> Tensor:
         if h.dim() != 2 or h.shape[1] != self.in_features:
             raise ValueError(
                 f"GaussianProcessHead expects hidden features of shape (batch, {self.in_features}), "
-                f"got {tuple(h.shape)}. Does the backbone pool and flatten its output?"
+                f"got {tuple(h.shape)}. Does the backbone pool and flatten its output? Has the input a batch dimension?"
             )
         return h
 

@@ -89,6 +89,11 @@ def fit_head(model: SNGP, loader: Iterable[Any], *, tolerance: float = 1e-4, pro
     head = model.head
     if head.mean is not None:
         raise ValueError("This model keeps its trained output layer (afield.attach): there are no weights to fit.")
+    if head.added or head.dropped:
+        raise ValueError(
+            "fit_head solves for all outputs of a head whose classes never changed (afield.classes): convert the "
+            "network again, with out_features=..."
+        )
     with evaluating(model):
         examples = Hidden(model, loader, progress=progress)
         if not head.random_features.adapted:
@@ -96,8 +101,7 @@ def fit_head(model: SNGP, loader: Iterable[Any], *, tolerance: float = 1e-4, pro
         phis, targets = [], []
         for h, target in examples:
             if target is None:
-                raise ValueError("fit_head expects batches of (inputs, target), got a batch without a target.")
-            head.check_finite(h)
+                raise examples.without_target("fit_head")
             phis.append(head.features(h))
             targets.append(target)
         if not phis:

@@ -9,6 +9,7 @@ try:
 
     from afield.apps import train
     from afield.apps.demo import Demo
+    from afield.apps.export import Export
     from afield.apps.report import Report
     from afield.apps.reproduce import Reproduce
     from afield.apps.settings import ShowSettings
@@ -33,6 +34,7 @@ COMMANDS: dict[str, Callable[..., Command]] = {
     "sweep": Sweep,
     "reproduce": Reproduce,
     "report": Report,
+    "export": Export,
     "settings": ShowSettings,
 }
 # What a command's flags start from, where that depends on other arguments.

@@ -6,8 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from afield import runs
 from afield.report import columns
 from afield.report.claims import Leader, Statement, about_far, leaders
+from afield.report.decisions import decided, picture_of, table_of
 from afield.report.groups import Group, shown
 from afield.report.plots import Picture
 from afield.report.tables import Table
@@ -33,10 +35,11 @@ class Section:
     all: Table
     pictures: Sequence[Picture]
     root: Path
+    decisions: Table | None = None
 
     @property
     def tables(self) -> list[Table]:
-        several = [self.main, self.far, self.exact, *self.scores, self.p_values]
+        several = [self.main, self.far, self.exact, *self.scores, self.p_values, self.decisions]
         return [table for table in several if table is not None]
 
     @property
@@ -68,6 +71,7 @@ class Section:
         listed += [("exact", self.exact.title)] if self.exact else []
         listed += [(table.name, table.title) for table in self.scores]
         listed += [("p-values", self.p_values.title)] if self.p_values else []
+        listed += [("decisions", self.decisions.title)] if self.decisions else []
         listed += [(p.name, p.title) for p in self.late]
         return [(f"{self.slug}-{slug(name)}", text) for name, text in [*listed, ("details", "Details")]]
 
@@ -93,8 +97,11 @@ def slug(text: str) -> str:
 
 
 def make(task: str, slug: str, groups: Sequence[Group], pictures: Sequence[Picture], root: Path) -> Section:
-    """Everything but the pictures is computed here."""
+    """Everything but the pictures is computed here; the one of risks gets the points that policies choose."""
     far = columns.far_table(task, groups)
+    several = {g.name: [d for run in g.runs if (d := decided(runs.read(run.folder))) is not None] for g in groups}
+    marked = picture_of(task, groups, several)
+    pictures = [marked if marked is not None and picture.name == marked.name else picture for picture in pictures]
     return Section(
         task,
         slug,
@@ -108,6 +115,7 @@ def make(task: str, slug: str, groups: Sequence[Group], pictures: Sequence[Pictu
         columns.all_metrics(task, groups),
         pictures,
         root,
+        table_of(groups, several),
     )
 
 
