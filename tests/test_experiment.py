@@ -206,24 +206,24 @@ def test_ensemble_is_assembled_from_its_members_folders(pair: str, tmp_path: Pat
 
 
 def test_ensemble_of_another_size_is_assembled_again(tmp_path: Path):
-    asked = config("sngp-ensemble", members=2)
+    asked = config("sngp-ensemble", "toy-regression", members=2)
     run(asked, tmp_path)
     stamp = (tmp_path / asked.members[0].folder / "metrics.json").stat().st_mtime_ns
-    larger = config("sngp-ensemble", members=3)
+    larger = config("sngp-ensemble", "toy-regression", members=3)
     assert larger.members[:2] == asked.members
     cost = run(larger, tmp_path).cost
     assert (tmp_path / asked.members[0].folder / "metrics.json").stat().st_mtime_ns == stamp
     assert cost["parameters"] == 3 * runs.read(tmp_path / asked.members[0].folder).cost["parameters"]
     with pytest.raises(ValueError, match="holds a run with other settings"):
-        run(config("sngp-ensemble", members=3, ridge=0.5), tmp_path)
+        run(config("sngp-ensemble", "toy-regression", members=3, ridge=0.5), tmp_path)
 
 
 def test_a_twin_lends_its_weights_which_are_those_of_a_training_of_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    asked = config("sngp-dropout", seed=1)
+    asked = config("sngp-dropout", "toy-regression", seed=1)
     own = run(asked, tmp_path / "own")
-    run(config("sngp", seed=1), tmp_path / "lent")
+    run(config("sngp", "toy-regression", seed=1), tmp_path / "lent")
     assert config("sngp-dropout", dropout=0.3).twin is None  # sngp has no such dropout in training
     assert config("sngp").twin is None
     monkeypatch.setattr(experiment, "fit", None)  # not trained again

@@ -33,7 +33,8 @@ from afield.tasks import TASKS, Task
 def two_moons() -> Task:
     task = TASKS["two-moons"](0)
     cut = {part: TensorDataset(*(t[:300] for t in getattr(task, part).tensors)) for part in ("train", "val", "test")}
-    return dataclasses.replace(task, **cut, backbone=partial(ResFFN, 2, depth=2, width=32))
+    settings = dataclasses.replace(task.settings, members=3)
+    return dataclasses.replace(task, **cut, backbone=partial(ResFFN, 2, depth=2, width=32), settings=settings)
 
 
 def tensors_of(model: nn.Module) -> dict[str, Tensor]:
