@@ -21,7 +21,7 @@ ORDER = [
     *("diagnose", "persist", "graph", "probe", "onnx", "export"),
     *("metrics", "backbones", "tasks", "methods"),
     *("engine", "judge", "runs", "experiment", "fanout", "paper", "suites", "report"),
-    *("_tables", "estimators", "integrations", "apps"),
+    *("estimators", "integrations", "apps"),
 ]
 PUBLIC = {
     *("sngp", "attach", "SNGP", "GaussianProcessHead", "Prediction", "bound", "fold"),
