@@ -303,6 +303,7 @@ def test_rates_are_calibrated():
 # p-values --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_p_values_are_valid_over_repeated_splits():
     """P(p <= a) = floor(a (n + 1)) / (n + 1) <= a on fresh in-domain data, parameters fitted and all.
 

@@ -281,6 +281,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_workers_die_with_a_killed_parent_and_leave_their_folders(tmp_path: Path):
     (tmp_path / "many.py").write_text(MANY)
     parent = subprocess.Popen([sys.executable, str(tmp_path / "many.py"), str(tmp_path)], start_new_session=True)

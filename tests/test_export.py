@@ -404,6 +404,7 @@ def test_fp16_halves_the_backbone_only(tmp_path: Path, needs_onnx: None) -> None
     assert [p.name for p in tmp_path.iterdir()] == ["model.onnx"]
 
 
+@pytest.mark.slow
 def test_reduced_precision_errors(tmp_path: Path, needs_onnx: None) -> None:
     model, (x, _) = case("head alone")
     with pytest.raises(ExportError, match="has none"):
@@ -437,6 +438,7 @@ assert "afield" not in sys.modules
 """
 
 
+@pytest.mark.slow
 def test_torch_export_needs_no_afield(tmp_path: Path) -> None:
     model, (x, _) = case("pictures")
     done = export(model, tmp_path / "model.pt2", x, format="torch-export", labels="abc")

@@ -94,7 +94,9 @@ def test_method_contract(name: str, task_of: Callable[[str], Task], tmp_path: Pa
     assert_same(method.predict(fresh, x), prediction)
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow) if n in ("gp-hmc", "gp-variational") else n for n in METHODS]
+)
 def test_seed_decides_the_model(name: str, task_of: Callable[[str], Task]):
     task = task_of(name)
     task = dataclasses.replace(task, train=TensorDataset(*(t[:60] for t in task.train.tensors)))

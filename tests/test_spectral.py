@@ -621,6 +621,7 @@ def test_two_views_in_one_graph() -> None:
     assert equal(torch.autograd.grad(loss, original(layer))[0], before)
 
 
+@pytest.mark.slow
 def test_compiled_training_agrees_with_eager() -> None:
     net, x = small_net()
     twin = copy.deepcopy(net)
