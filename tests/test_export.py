@@ -209,6 +209,7 @@ def test_p_values_of_a_double_reference_keep_all_digits() -> None:
     assert float(graph.p_value(base.float()[None])) == pytest.approx(2 / 3)
 
 
+@pytest.mark.slow
 def test_classes_added_and_dropped_are_exported_as_they_are(tmp_path: Path) -> None:
     model, (x, _) = case("attach")
     model = drop_class(add_class(model, [(5 + torch.randn(30, 4), torch.full((30,), 3))], progress=False), 1)
@@ -390,6 +391,7 @@ def test_int8_leaves_the_head_alone(tmp_path: Path, needs_onnx: None) -> None:
     assert "same class in" in report
 
 
+@pytest.mark.slow
 def test_fp16_halves_the_backbone_only(tmp_path: Path, needs_onnx: None) -> None:
     import onnx
 

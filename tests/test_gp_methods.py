@@ -131,7 +131,7 @@ def test_given_length_scale_stays(two_moons: Task):
 # The exact process
 
 
-@pytest.mark.parametrize("kind", ["regression", "two_moons"])
+@pytest.mark.parametrize("kind", ["regression", pytest.param("two_moons", marks=pytest.mark.slow)])
 def test_exact_process_is_the_formula(kind: str, request: pytest.FixtureRequest):
     task: Task = request.getfixturevalue(kind)
     model = request.getfixturevalue("regressions" if kind == "regression" else "classifiers")["gp-exact"]

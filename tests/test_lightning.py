@@ -245,6 +245,7 @@ save_file(state, Path(sys.argv[1]) / f"rank{trainer.global_rank}")
 """
 
 
+@pytest.mark.slow
 def test_two_processes_end_with_the_posterior_of_one(tmp_path: Path):
     """The Trainer's sampler repeats an example to make 76 of 75; the posterior counts it once, on both ranks alike.
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -61,7 +62,13 @@ def task_of(request: pytest.FixtureRequest) -> Callable[[str], Task]:
     return lambda name: request.getfixturevalue("digits" if name.endswith("augmix") else "two_moons")
 
 
-@pytest.mark.parametrize("name", METHODS)
+def each(*slow: str) -> list[Any]:
+    """Every method; of each kind of cross, SNGP's is tested every time and the others with the slow tests."""
+    crosses = [f"{base}-{what}" for base in ("dnn", "dnn-sn", "dnn-gp") for what in ("dropout", "ensemble", "augmix")]
+    return [pytest.param(n, marks=pytest.mark.slow) if n in (*slow, *crosses) else n for n in METHODS]
+
+
+@pytest.mark.parametrize("name", each())
 def test_method_contract(name: str, task_of: Callable[[str], Task], tmp_path: Path):
     task, method, losses = task_of(name), METHODS[name], []
     epochs, learning_rate = (15, 1e-2) if name.endswith("gp-ensemble") else (60, 5e-3)
@@ -94,9 +101,7 @@ def test_method_contract(name: str, task_of: Callable[[str], Task], tmp_path: Pa
     assert_same(method.predict(fresh, x), prediction)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.slow) if n in ("gp-hmc", "gp-variational") else n for n in METHODS]
-)
+@pytest.mark.parametrize("name", each("gp-hmc", "gp-variational"))
 def test_seed_decides_the_model(name: str, task_of: Callable[[str], Task]):
     task = task_of(name)
     task = dataclasses.replace(task, train=TensorDataset(*(t[:60] for t in task.train.tensors)))

@@ -112,6 +112,7 @@ def test_every_file_has_a_task():
     assert {p.stem for p in Path(folder).glob("uci*.npz")} == {file for file, _ in SETS.values()}
 
 
+@pytest.mark.slow
 def test_energy_is_predicted_to_a_unit_or_so_and_far_points_are_unsure():
     data_file("tabular/uci_energy.npz")
     task, method = RECIPES["uci-energy"](0), METHODS["sngp"]

@@ -252,7 +252,7 @@ def test_fashion_reads_idx_files(folder: Path):
 # Tasks on the data folder
 
 
-@pytest.mark.parametrize("preset", ["smoke", "small"])
+@pytest.mark.parametrize("preset", ["smoke", pytest.param("small", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("recipe", [CIFAR10, CIFAR100, fashion.RECIPE], ids=["cifar10", "cifar100", "fashion"])
 def test_image_task_contract(recipe: Recipe, preset: str, own_cache: Path):
     data_file("images/cifar10_train20k.npz")

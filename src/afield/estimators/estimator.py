@@ -13,7 +13,7 @@ from sklearn.utils.validation import check_is_fitted, validate_data
 
 from afield.convert import SNGP
 from afield.estimators.tables import Rows, Training, network, predict, split, standardize, train
-from afield.estimators.weighted import FEWEST_HELD_OUT, calibrated, finish, learn
+from afield.estimators.weighted import FEWEST_HELD_OUT, calibrated, finish, learn_on
 from afield.predictive import Prediction
 
 Floats = NDArray[np.float64]
@@ -138,8 +138,14 @@ class SNGPEstimator(Fitted):
                 architecture, model = self._architecture, copy.deepcopy(self.model_)
             history = train(model, trained, held, self._training(len(trained)))
         finish(model, trained)
-        calibrated(model, held, stopped=self.early_stopping, seed=self._seed)
-        self._architecture, self._held_out, self._num_seen, self.model_ = architecture, held, len(rows), model
+        if len(held) >= FEWEST_HELD_OUT:
+            noise = float(model.head.noise)
+            calibrated(model, held, stopped=self.early_stopping, seed=self._seed)
+            if likelihood == "gaussian" or self.early_stopping:
+                learn_on(model, held, noise=noise)
+        # Numbers can be unlearnt and serve again; what a classifier has learnt is no longer held out.
+        kept = held if likelihood == "gaussian" or not self.early_stopping else held[:0]
+        self._architecture, self._held_out, self._num_seen, self.model_ = architecture, kept, len(rows), model
         self.loss_curve_, self.held_out_loss_curve_, self.n_iter_ = history.loss, history.held_out, len(history.loss)
         return self
 
@@ -147,13 +153,19 @@ class SNGPEstimator(Fitted):
         """Rows of a stream: hidden layers stay, output weights and posterior learn, calibration runs again."""
         draws = np.random.default_rng([self._seed, self._num_seen]).random(len(rows))
         hold = torch.from_numpy(draws < (self.validation_fraction or 0.0))
-        old, new = self._held_out, rows[~hold]
-        if self.model_.head.likelihood == "gaussian" and len(old) >= FEWEST_HELD_OUT:
-            learn(self.model_, replace(old, weight=-old.weight))  # they were learnt after calibration
-        if len(new):
-            learn(self.model_, new)
-        self._held_out = (old + rows[hold])[-_MOST_HELD_OUT:]
-        calibrated(self.model_, self._held_out, stopped=self.early_stopping, seed=self._seed)
+        model, old = self.model_, self._held_out
+        numbers = model.head.likelihood == "gaussian"
+        if numbers and len(old) >= FEWEST_HELD_OUT:
+            learn_on(model, replace(old, weight=-old.weight))
+        pool = old + rows[hold]
+        self._held_out = held = pool[-_MOST_HELD_OUT:]
+        if len(new := rows[~hold] + pool[:-_MOST_HELD_OUT]):
+            learn_on(model, new)
+        if len(held) >= FEWEST_HELD_OUT:
+            noise = float(model.head.noise)
+            calibrated(model, held, stopped=self.early_stopping, seed=self._seed)
+            if numbers:
+                learn_on(model, held, noise=noise)
         self._num_seen += len(rows)
         return self
 

@@ -39,19 +39,14 @@ def finish(model: SNGP, rows: Rows) -> None:
 
 
 def calibrated(model: SNGP, held: Rows, *, stopped: bool, seed: int) -> None:
-    """Calibrate on held-out rows, if there are enough. A gaussian model then learns them too, and keeps its p-values.
+    """Calibrate on held-out rows.
 
     `stopped`: these rows have chosen when to stop, so that keeping a third of them apart would make no p-value
     stricter; all of them then choose, and all are the reference.
-
-    Learning them lowers no p-value: at a fixed noise and amplitude more rows can only lower a variance, the score by
-    which a new input is judged, while the reference scores stay. A classifier's score has no such order.
     """
-    if len(held) < FEWEST_HELD_OUT:
-        return
-    head, before, batches = model.head, float(model.head.noise), held.repeated().batches()
+    head, batches = model.head, held.repeated().batches()
     if head.likelihood == "gaussian":
-        if before > _LEAST_NOISE:  # otherwise targets are all alike
+        if float(head.noise) > _LEAST_NOISE:  # otherwise targets are all alike
             calibrate(model, batches, fit_fraction=_NEARLY_ALL if stopped else 2 / 3, seed=seed, progress=False)
     else:
         head.set_scalars(amplitude=1.0)
@@ -62,11 +57,20 @@ def calibrated(model: SNGP, held: Rows, *, stopped: bool, seed: int) -> None:
             head.set_scalars(amplitude=amplitude, logit_scale=math.sqrt(2))
         else:
             calibrate(model, batches, amplitude=amplitude, seed=seed, progress=False)
-    alone = head.calibrated and not stopped
-    reference = head.reference if alone else torch.cat([model.predict(x).score() for x, _ in batches])
-    if head.likelihood == "gaussian":
-        learn(model, held, noise=before)
-    head.set_reference(reference)
+    if stopped or not head.calibrated:
+        head.set_reference(torch.cat([model.predict(x).score() for x, _ in batches]))
+
+
+def learn_on(model: SNGP, rows: Rows, *, noise: float | None = None) -> None:
+    """`learn`, and keep the reference of the p-values.
+
+    For numbers this keeps their promise: at a fixed noise and amplitude more rows can only lower a variance, the score
+    by which a new input is judged, while the reference scores stay; so no p-value falls. A classifier's score has no
+    such order; there, more rows make it lower as a rule.
+    """
+    reference = model.head.reference
+    learn(model, rows, noise=noise)
+    model.head.set_reference(reference)
 
 
 def observe(model: SNGP, rows: Rows) -> Tensor:
