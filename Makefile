@@ -1,4 +1,4 @@
-# make demo | test | test-slow | check | lock : each does all set-up first, once.
+# make demo | test | test-slow | bench | check | lock : each does all set-up first, once.
 PYTHON ?= python3
 BIN := .venv/bin
 INPUTS := pyproject.toml requirements.lock
@@ -7,7 +7,7 @@ ifneq ($(wildcard ../shared/data/.),)
 export AFIELD_DATA ?= $(abspath ../shared/data)
 endif
 
-.PHONY: demo test test-slow check format lock clean
+.PHONY: demo test test-slow bench check format lock clean
 
 demo: .venv/.demo
 	$(BIN)/afield demo
@@ -17,6 +17,9 @@ test: .venv/.dev
 
 test-slow: .venv/.dev
 	$(BIN)/pytest -m slow
+
+bench: .venv/.dev
+	$(BIN)/python -m bench.speed
 
 check: .venv/.dev
 	$(BIN)/ruff check .

@@ -15,12 +15,13 @@ ROOT = Path(afield.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 # A module may import what stands before it, and a package its own parts. design.md, section 3.
 ORDER = [
-    *("version", "registry", "eager", "features", "laplace", "predictive", "scores", "distances", "head"),
+    *("version", "registry", "eager", "features", "laplace", "lowrank", "predictive", "scores", "distances", "head"),
     *("spectral", "batch", "explain", "convert", "posterior", "calibrate", "solve", "classes"),
     *("binomial", "selective", "conformal", "policy"),
     *("diagnose", "persist", "graph", "probe", "onnx", "export"),
-    *("metrics", "backbones", "tasks", "methods"),
-    *("engine", "judge", "runs", "experiment", "fanout", "paper", "suites", "report"),
+    *("metrics", "backbones", "tasks", "methods", "stacked"),
+    *("distributed", "fabric", "engine", "judge", "runs", "experiment", "cluster", "fanout", "rows", "scoring"),
+    *("paper", "suites", "report"),
     *("estimators", "integrations", "apps"),
 ]
 PUBLIC = {

@@ -167,7 +167,7 @@ class NearestNeighbors:
         if not 1 <= k <= reservoir:
             raise ValueError(f"k must lie between 1 and the size of the reservoir ({reservoir}), got {k}.")
         self.num_features, self.k, self.reservoir, self.seed = num_features, k, reservoir, seed
-        self.features = torch.zeros(0, num_features, device=device)
+        self.features = torch.zeros(0, num_features, dtype=torch.float32, device=device)
         self.keys = torch.zeros(0, dtype=torch.int64, device=device)
         self.num_seen = 0
 

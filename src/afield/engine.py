@@ -2,21 +2,39 @@
 
 A run is decided by its seed: weights, order of examples and dropout masks. With a checkpoint, a training that was
 killed goes on after its last finished epoch and ends where it would have ended, bit for bit.
+
+On several processes (`afield.distributed`) a batch is that of all together, so settings mean the same and, up to
+rounding, so do the weights; but each rank draws dropout masks and augmentation of its own, and BatchNorm sees a rank's
+own part of a batch.
 """
 
+import itertools
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
-from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, Sampler, SequentialSampler, TensorDataset
+from torch import Tensor, nn
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    TensorDataset,
+    default_collate,
+)
 
+from afield import distributed
 from afield.methods import Method
 from afield.tasks import Settings, Task
+
+if TYPE_CHECKING:
+    from lightning.fabric import Fabric
 
 OnEpoch = Callable[[int, float], None]
 
@@ -28,20 +46,35 @@ def fit(
     seed: int = 0,
     checkpoint: Path | None = None,
     on_epoch: OnEpoch = lambda epoch, loss: None,
+    fabric: "Fabric | None" = None,
     **changes: Any,
 ) -> nn.Module:
     """Build, train and finish a model on a task.
 
     checkpoint  file that is written after every epoch, and read at the start if it is there
     on_epoch    hears of every epoch's number, from 1, and mean loss
+    fabric      a launched Fabric, on each of its processes; None: this process alone, on the CPU
     changes     to the task's `Settings`, such as epochs=10
     """
     settings = replace(task.settings, **changes)
+    rank, world = distributed.rank_of(fabric)
+    if world > 1 and method.loss is None:
+        raise ValueError(
+            "This method is fitted in one pass, not by gradient steps: it has no use for several processes."
+        )
     torch.manual_seed(seed)
     model = method.build(task.backbone, task.num_outputs, settings)
-    if method.loss is not None:
-        train(model, task, method, settings, seed=seed, checkpoint=checkpoint, on_epoch=on_epoch)
-    method.finish(model, batches(task.train), batches(task.val), settings)
+    with distributed.watched(fabric):
+        if method.loss is not None:
+            if world > 1:
+                torch.manual_seed(_mixed(_mixed(seed, 0), rank))  # masks and augmentation of its own
+            train(model, task, method, settings, seed=seed, checkpoint=checkpoint, on_epoch=on_epoch, fabric=fabric)
+        if fabric is not None:
+            model = _whole(model, task, method, settings, fabric)
+        if world > 1:
+            torch.manual_seed(_mixed(seed, settings.epochs))  # from here on, all do the same
+        device = None if fabric is None else fabric.device
+        method.finish(model, batches(task.train, device=device), batches(task.val, device=device), settings)
     return model.eval()
 
 
@@ -54,39 +87,49 @@ def train(
     seed: int,
     checkpoint: Path | None,
     on_epoch: OnEpoch,
+    fabric: "Fabric | None" = None,
 ) -> None:
     """Gradient steps on shuffled batches."""
     assert method.loss is not None
     shuffle = torch.Generator()
     loader = training_batches(task, settings, shuffle)
-    optimizer = make_optimizer(model, settings)
+    step = distributed.Step(model, method.loss, fabric)
+    forward, backward = (step, Tensor.backward) if fabric is None else (fabric.setup_module(step), fabric.backward)
+    optimizer = make_optimizer(model, settings, fused=not distributed.sharded(fabric))
     factor = schedule(settings, settings.epochs * len(loader))
     decay = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+    stepper: Any = optimizer if fabric is None else fabric.setup_optimizers(optimizer)
     parts = {"model": model, "optimizer": optimizer, "decay": decay}
-    done = _resume(checkpoint, parts)
+    done = _resume(checkpoint, parts, fabric)
     model.train()
     for epoch in range(done, settings.epochs):
         shuffle.manual_seed(_mixed(seed, epoch))
-        total, count = 0.0, 0
-        for batch in loader:
+        total, count = 0.0, 0.0
+        for batch, weight in _weighted(loader, fabric):
             batch = method.transform(task.augment(batch))
-            optimizer.zero_grad()
-            loss = method.loss(model, batch)
-            loss.backward()
-            optimizer.step()
+            batch = batch if fabric is None else fabric.to_device(batch)
+            stepper.zero_grad()
+            loss = forward(batch, weight)
+            backward(loss if weight == 1 else loss * weight)
+            stepper.step()
             decay.step()
-            total, count = total + float(loss.detach()) * len(batch[-1]), count + len(batch[-1])
+            seen = len(batch[-1]) if weight else 0
+            total, count = total + float(loss.detach()) * seen, count + seen
+        total, count = distributed.summed(fabric, total, count)
         if not math.isfinite(total):
             raise ValueError(
                 f"The loss became {total} in epoch {epoch + 1}. Use a smaller learning rate than "
                 f"{settings.learning_rate:g}, or some warm-up."
             )
-        _keep(checkpoint, parts, epoch + 1)
+        _keep(checkpoint, parts, epoch + 1, fabric)
         on_epoch(epoch + 1, total / count)
 
 
-def make_optimizer(model: nn.Module, settings: Settings) -> torch.optim.Optimizer:
-    """The output layer, the last of the model to be registered, may have a learning rate of its own."""
+def make_optimizer(model: nn.Module, settings: Settings, *, fused: bool = True) -> torch.optim.Optimizer:
+    """The output layer, the last of the model to be registered, may have a learning rate of its own.
+
+    fused  one kernel for all parameters: quicker, and not there for sharded ones
+    """
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     head = _output_parameters(model) if settings.head_learning_rate is not None else set()
     groups = []
@@ -97,9 +140,9 @@ def make_optimizer(model: nn.Module, settings: Settings) -> torch.optim.Optimize
                 rate = settings.head_learning_rate if of_head else settings.learning_rate
                 groups.append({"params": chosen, "lr": rate, "weight_decay": settings.weight_decay if matrix else 0.0})
     if settings.optimizer == "sgd":
-        return torch.optim.SGD(groups, lr=settings.learning_rate, momentum=0.9, nesterov=True, fused=True)
+        return torch.optim.SGD(groups, lr=settings.learning_rate, momentum=0.9, nesterov=True, fused=fused or None)
     kind = torch.optim.AdamW if settings.optimizer == "adamw" else torch.optim.Adam
-    return kind(groups, lr=settings.learning_rate, fused=True)
+    return kind(groups, lr=settings.learning_rate, fused=fused or None)
 
 
 def schedule(settings: Settings, steps: int) -> Callable[[int], float]:
@@ -124,19 +167,40 @@ def schedule(settings: Settings, steps: int) -> Callable[[int], float]:
 def training_batches(task: Task, settings: Settings, shuffle: torch.Generator) -> DataLoader[Any]:
     """Batches in the order that the generator decides, every example once an epoch."""
     if task.order is None:
-        return _loader(task.train, settings.batch_size, RandomSampler(task.train, generator=shuffle))
+        order = RandomSampler(task.train, generator=shuffle)
+        return _loader(task.train, BatchSampler(order, settings.batch_size, drop_last=False))
     return DataLoader(task.train, batch_size=None, sampler=_Order(task, settings.batch_size, shuffle))
 
 
-def batches(data: Dataset[Any], size: int = 1024) -> DataLoader[Any]:
-    """Batches in order, every example once."""
-    return _loader(data, size, SequentialSampler(data))  # type: ignore[arg-type]
+def batches(
+    data: Dataset[Any], size: int = 1024, *, rank: int = 0, world: int = 1, device: torch.device | None = None
+) -> DataLoader[Any]:
+    """Batches in order, every example once; with a `world` of several, rank r has the batches r, r + world, ..."""
+    order: Iterable[list[int]] = BatchSampler(SequentialSampler(data), size, drop_last=False)  # type: ignore[arg-type]
+    if world > 1:
+        order = list(itertools.islice(order, rank, None, world))
+    if device is None or device.type == "cpu":
+        return _loader(data, order)
+    return _loader(data, order, lambda batch: [part.to(device) if isinstance(part, Tensor) else part for part in batch])
 
 
-def _loader(data: Dataset[Any], size: int, order: Sampler[int]) -> DataLoader[Any]:
+def _weighted(loader: DataLoader[Any], fabric: "Fabric | None") -> Iterable[tuple[Any, float]]:
+    """Batches with weight 1; on several processes this one's examples of each, and what their mean loss counts for."""
+    rank, world = distributed.rank_of(fabric)
+    if world == 1:
+        return ((batch, 1.0) for batch in loader)
+    order = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+    return DataLoader(_Part(loader.dataset), batch_size=None, sampler=_Shares(order, rank, world))
+
+
+def _loader(
+    data: Dataset[Any], order: Iterable[list[int]], then: Callable[[Any], Any] | None = None
+) -> DataLoader[Any]:
+    """Batches of these indices, changed by `then`."""
     if isinstance(data, TensorDataset):  # a batch at a time: one by one, small networks would wait for their data
-        return DataLoader(data, batch_size=None, sampler=BatchSampler(order, size, drop_last=False))
-    return DataLoader(data, size, sampler=order)
+        return DataLoader(data, batch_size=None, sampler=order, collate_fn=then)
+    collate = None if then is None else lambda examples: then(default_collate(examples))
+    return DataLoader(data, batch_sampler=order, collate_fn=collate)
 
 
 class _Order(Sampler[list[int]]):
@@ -153,6 +217,31 @@ class _Order(Sampler[list[int]]):
         return math.ceil(len(self.task.train) / self.size)
 
 
+class _Shares(Sampler[tuple[list[int], float]]):
+    """Of every batch this rank's indices and weight; the first index with weight 0 where it has none."""
+
+    def __init__(self, batches: Iterable[Any], rank: int, world: int) -> None:
+        self.batches, self.rank, self.world = batches, rank, world
+
+    def __iter__(self) -> Iterator[tuple[list[int], float]]:
+        for batch in self.batches:
+            own = batch[self.rank :: self.world]
+            yield own or batch[:1], len(own) * self.world / len(batch)
+
+
+class _Part(Dataset[tuple[Any, float]]):
+    """(indices, weight) -> (batch, weight)."""
+
+    def __init__(self, data: Any) -> None:
+        self.data = data
+
+    def __getitem__(self, key: tuple[list[int], float]) -> tuple[Any, float]:
+        indices, weight = key
+        if isinstance(self.data, TensorDataset):
+            return self.data[indices], weight
+        return default_collate([self.data[i] for i in indices]), weight
+
+
 def _output_parameters(model: nn.Module) -> set[int]:
     """Parameters of the last child, of every member for an ensemble."""
     if isinstance(model, nn.ModuleList):
@@ -166,21 +255,36 @@ def _mixed(seed: int, epoch: int) -> int:
     return int(torch.randint(2**62, (epoch + 1,), generator=torch.Generator().manual_seed(seed))[-1])
 
 
-def _keep(checkpoint: Path | None, parts: dict[str, Any], epoch: int) -> None:
+def _whole(model: nn.Module, task: Task, method: Method, settings: Settings, fabric: "Fabric") -> nn.Module:
+    """The trained model on every rank: put together if it was sharded, with the first rank's batch statistics."""
+    if method.loss is not None and distributed.sharded(fabric):
+        state = distributed.state_of({"model": model}, fabric)["model"]
+        model = method.build(task.backbone, task.num_outputs, settings)
+        model.load_state_dict(state)
+    model.to(fabric.device)
+    if fabric.world_size > 1:
+        distributed.share_statistics(model)
+    return model
+
+
+def _keep(checkpoint: Path | None, parts: dict[str, Any], epoch: int, fabric: "Fabric | None") -> None:
     if checkpoint is None:
         return
-    state = {name: part.state_dict() for name, part in parts.items()}
-    temporary = checkpoint.with_suffix(".tmp")
-    torch.save({**state, "epoch": epoch, "random": torch.get_rng_state()}, temporary)
-    os.replace(temporary, checkpoint)
+    state = distributed.state_of(parts, fabric)
+    if distributed.rank_of(fabric)[0] == 0:
+        temporary = checkpoint.with_suffix(".tmp")
+        torch.save({**state, "epoch": epoch}, temporary)
+        os.replace(temporary, checkpoint)
 
 
-def _resume(checkpoint: Path | None, parts: dict[str, Any]) -> int:
+def _resume(checkpoint: Path | None, parts: dict[str, Any], fabric: "Fabric | None") -> int:
     """Bring everything back to the last finished epoch; its number, or 0 where there is nothing to go on from."""
-    if checkpoint is None or not checkpoint.exists():
-        return 0
-    state = torch.load(checkpoint, weights_only=True)
-    for name, part in parts.items():
-        part.load_state_dict(state[name])
-    torch.set_rng_state(state["random"])
-    return int(state["epoch"])
+    state = None
+    if checkpoint is not None and checkpoint.exists():
+        state = torch.load(checkpoint, weights_only=True, map_location="cpu")
+    epoch = 0 if state is None else int(state["epoch"])
+    if len(set(distributed.gathered(fabric, epoch))) > 1:
+        raise ValueError(f"The processes do not all see {checkpoint}: the folder of runs has to be one that all share.")
+    if state is not None:
+        distributed.restore(parts, state, fabric)
+    return epoch

@@ -5,6 +5,7 @@ process is making is refused. An ensemble is assembled from its members' folders
 s M .. s M + M - 1, which are runs of their own, trained where they are missing.
 """
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -13,19 +14,22 @@ import shutil
 import sys
 import time
 import tomllib
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from safetensors.torch import load_file, save
 from torch import Tensor, nn
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, TensorDataset
 
 from afield import runs
+from afield.batch import device_of
+from afield.distributed import first, in_order, rank_of, watched
 from afield.engine import batches, fit
 from afield.judge import fit_scores, judge, targets
 from afield.methods import METHODS, Method
@@ -33,6 +37,9 @@ from afield.predictive import Prediction
 from afield.runs import Run
 from afield.tasks import TASKS, Settings, Task
 from afield.version import __version__
+
+if TYPE_CHECKING:
+    from lightning.fabric import Fabric
 
 _DRAWN = 500  # hidden vectors and OOD inputs of a part that are kept for pictures
 OnEpoch = Callable[[int, int, float], None]
@@ -104,26 +111,47 @@ def _name(method: Method) -> str:
 _OPTIONAL = {f.name for f in fields(Settings) if "None" in str(f.type)}
 
 
-def run(config: Config, out: Path = Path("runs"), *, fresh: bool = False, on_epoch: OnEpoch = lambda *_: None) -> Run:
-    """Train, predict, judge and write; or read, if that was done before. `fresh` starts again from nothing."""
+def run(
+    config: Config,
+    out: Path = Path("runs"),
+    *,
+    fresh: bool = False,
+    on_epoch: OnEpoch = lambda *_: None,
+    fabric: "Fabric | None" = None,
+) -> Run:
+    """Train, predict, judge and write; or read, if that was done before. `fresh` starts again from nothing.
+
+    With a `fabric`, all its processes call this; the first alone writes, holds the folder and calls `on_epoch`.
+    """
     folder = out / config.folder
     method = METHODS[config.method]
-    with runs.locked(folder):
-        if fresh or _resized(folder, config):
-            for file in folder.iterdir():
-                if file.name != ".lock":
-                    shutil.rmtree(file) if file.is_dir() else file.unlink()
-        _claim(folder, config)
-        if runs.finished(folder):
+    with contextlib.ExitStack() as held, watched(fabric):
+
+        def begin() -> bool:
+            held.enter_context(runs.locked(folder))
+            if fresh or _resized(folder, config):
+                for file in folder.iterdir():
+                    if file.name != ".lock":
+                        shutil.rmtree(file) if file.is_dir() else file.unlink()
+            claim(folder, config)
+            return runs.finished(folder)
+
+        if first(fabric, begin):
             return runs.read(folder)
         begun = datetime.now(UTC)
         task = TASKS[config.task](config.data_seed, config.preset)
         make = _single if method.members is None else _assembled
-        predictions, extra, figures, cost = make(config, out, task, on_epoch)
-        runs.write(folder / runs.PREDICTIONS, runs.pack(predictions, _arrays(task) | extra))
-        runs.write_json(folder / runs.ENVIRONMENT, environment(begun))
-        runs.write_json(folder / runs.METRICS, {"metrics": figures, "cost": cost})
-        (folder / runs.CHECKPOINT).unlink(missing_ok=True)
+        made = make(config, out, task, on_epoch, fabric)
+
+        def end() -> None:
+            assert made is not None
+            predictions, extra, figures, cost = made
+            runs.write(folder / runs.PREDICTIONS, runs.pack(predictions, _arrays(task) | extra))
+            runs.write_json(folder / runs.ENVIRONMENT, environment(begun) | {"processes": rank_of(fabric)[1]})
+            runs.write_json(folder / runs.METRICS, {"metrics": figures, "cost": cost})
+            (folder / runs.CHECKPOINT).unlink(missing_ok=True)
+
+        first(fabric, end)
     return runs.read(folder)
 
 
@@ -139,8 +167,7 @@ def load(finished: Run) -> tuple[Task, Method, nn.Module]:
 
 def predict(method: Method, model: nn.Module, data: Dataset[Any] | Tensor) -> Prediction:
     """The prediction of a whole data set."""
-    inputs = data.split(1024) if isinstance(data, Tensor) else (batch[0] for batch in batches(data))
-    return Prediction.cat([dataclasses.replace(method.predict(model, x), members=None) for x in inputs])
+    return Prediction.cat([prediction for prediction, _ in _predictions(method, model, data, None)])
 
 
 def parts_of(task: Task) -> dict[str, Dataset[Any] | Tensor]:
@@ -170,26 +197,53 @@ Made = tuple[dict[str, Prediction], dict[str, Tensor], dict[str, float], dict[st
 """Predictions, further arrays, metrics, cost."""
 
 
-def _single(config: Config, out: Path, task: Task, on_epoch: OnEpoch) -> Made:
+def _predictions(
+    method: Method, model: nn.Module, data: Dataset[Any] | Tensor, fabric: "Fabric | None"
+) -> Iterator[tuple[Prediction, Tensor]]:
+    """Predictions batch by batch, each with the last of its batch (targets, if it has any), in order.
+
+    Several processes take turns at the batches, which are those of one, and the first alone gets the predictions.
+    """
+    device, (rank, world) = device_of(model), rank_of(fabric)
+    loader = batches(TensorDataset(data) if isinstance(data, Tensor) else data, rank=rank, world=world)
+
+    def own() -> Iterator[tuple[Prediction, Tensor]]:
+        for batch in loader:
+            x = batch[0].to(device) if isinstance(batch[0], Tensor) else batch[0]
+            prediction = method.predict(model, x)
+            yield dataclasses.replace(prediction, members=None).to("cpu"), batch[-1]
+
+    return in_order(fabric, own(), len(batches(loader.dataset)))
+
+
+def _single(config: Config, out: Path, task: Task, on_epoch: OnEpoch, fabric: "Fabric | None") -> Made | None:
+    """None but on the first process."""
     folder, method = out / config.folder, METHODS[config.method]
-    _take_over(config, out)
-    model = _trained(config, folder, task, method, on_epoch)
-    seconds = sum(line["seconds"] for line in read_log(folder))
+    first(fabric, lambda: _take_over(config, out))
+    model = _trained(config, folder, task, method, on_epoch, fabric)
     predictions: dict[str, Prediction] = {}
     for name, data in parts_of(task).items():
         begin = time.perf_counter()
-        predictions[name] = predict(method, model, data)
-        if name == "test":
+        pieces = [prediction for prediction, _ in _predictions(method, model, data, fabric)]
+        if pieces:
+            predictions[name] = Prediction.cat(pieces)
+        if pieces and name == "test":
             per_example = (time.perf_counter() - begin) / len(predictions[name])
     fitted: dict[str, Any] = {}
-    if predictions["test"].probs is not None:
-        fitted = fit_scores(lambda x: method.predict(model, x), batches(task.train), task.num_outputs)
+    if first(fabric, lambda: predictions["test"].probs is not None):
+        seen = _predictions(method, model, task.train, fabric)
+        fitted = fit_scores(lambda prediction: prediction, seen, task.num_outputs)
+        if fabric is not None:
+            deque(seen, maxlen=0)  # where there is nothing to fit: the other processes go on to the end
+    if not predictions:
+        return None
     figures = judge(task, predictions, fitted)
     features = {
         f"{name}/features": p.features[:_DRAWN].half()
         for name, p in predictions.items()
         if p.features is not None and name.startswith(("test", "ood/"))
     }
+    seconds = sum(line["seconds"] for line in read_log(folder))
     parameters = sum(p.numel() for p in model.parameters())
     cost = {"train_seconds": seconds, "ms_per_example": 1e3 * per_example, "parameters": parameters}
     return predictions, features, figures, cost
@@ -206,12 +260,16 @@ def _take_over(config: Config, out: Path) -> None:
             runs.write(folder / name, (source.folder / name).read_bytes())
 
 
-def _trained(config: Config, folder: Path, task: Task, method: Method, on_epoch: OnEpoch) -> nn.Module:
+def _trained(
+    config: Config, folder: Path, task: Task, method: Method, on_epoch: OnEpoch, fabric: "Fabric | None"
+) -> nn.Module:
     """The trained model: from its file if a run was stopped after training, else by training."""
     settings, file = config.settings, folder / runs.MODEL
-    if file.is_file():
-        return _restored(config, task, file)
-    with (folder / runs.LOG).open("a", encoding="utf-8") as log:
+    if first(fabric, file.is_file):
+        model = _restored(config, task, file)
+        return model if fabric is None else model.to(fabric.device)
+    leads = rank_of(fabric)[0] == 0
+    with (folder / runs.LOG).open("a", encoding="utf-8") if leads else contextlib.nullcontext() as log:
         last = time.perf_counter()
 
         def heard(epoch: int, loss: float) -> None:
@@ -221,10 +279,12 @@ def _trained(config: Config, folder: Path, task: Task, method: Method, on_epoch:
             last = now
             on_epoch(epoch, settings.epochs, loss)
 
-        changes = dataclasses.asdict(settings)
-        model = fit(task, method, seed=config.seed, checkpoint=folder / runs.CHECKPOINT, on_epoch=heard, **changes)
-        _log(log, {"finish": True, "seconds": time.perf_counter() - last})
-    runs.write(file, save({name: t.detach().cpu().contiguous().clone() for name, t in model.state_dict().items()}))
+        changes = dataclasses.asdict(settings) | {"on_epoch": heard if leads else lambda *_: None, "fabric": fabric}
+        model = fit(task, method, seed=config.seed, checkpoint=folder / runs.CHECKPOINT, **changes)
+        if leads:
+            _log(log, {"finish": True, "seconds": time.perf_counter() - last})
+    state = {name: t.detach().cpu().contiguous().clone() for name, t in model.state_dict().items()}
+    first(fabric, lambda: runs.write(file, save(state)))
     return model
 
 
@@ -235,10 +295,13 @@ def _restored(config: Config, task: Task, file: Path) -> nn.Module:
     return model.eval()
 
 
-def _assembled(config: Config, out: Path, task: Task, on_epoch: OnEpoch) -> Made:
+def _assembled(config: Config, out: Path, task: Task, on_epoch: OnEpoch, fabric: "Fabric | None") -> Made | None:
+    """None but on the first process."""
     members = METHODS[config.method].members
     assert members is not None
-    made = [run(member, out, on_epoch=on_epoch) for member in config.members]
+    made = [run(member, out, on_epoch=on_epoch, fabric=fabric) for member in config.members]
+    if rank_of(fabric)[0] != 0:
+        return None
     predictions = {part: members.combine([member.prediction(part) for member in made]) for part in parts_of(task)}
     cost = {name: sum(member.cost[name] for member in made) for name in made[0].cost}
     return predictions, {}, judge(task, predictions), cost
@@ -258,7 +321,7 @@ def _read_config(folder: Path) -> Config:
     return Config.from_dict(tomllib.loads((folder / runs.CONFIG).read_text(encoding="utf-8")))
 
 
-def _claim(folder: Path, config: Config) -> None:
+def claim(folder: Path, config: Config) -> None:
     """Write down what this folder is for, or see that it is for the same."""
     file = folder / runs.CONFIG
     if not file.exists():

@@ -1,4 +1,4 @@
-"""Many runs on the processes of one machine.
+"""Many runs, on the processes of one machine or on a Ray cluster (`afield.cluster`), with the same results.
 
 Members come before the ensembles that are made of them, each once. Runs that are finished cost nothing, so the same
 call after Ctrl-C, a crash or a kill goes on where the last one stopped.
@@ -9,6 +9,7 @@ import functools
 import multiprocessing
 import os
 import queue
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -20,7 +21,7 @@ from typing import Any
 
 import torch
 
-from afield import runs
+from afield import cluster, experiment, runs
 from afield.experiment import Config, run
 from afield.runs import Run
 
@@ -59,22 +60,33 @@ def run_all(
     out: Where,
     *,
     jobs: int = 1,
+    address: str | None = None,
+    cpus: int = 1,
     fresh: bool = False,
     on_event: OnEvent = lambda event: None,
     on_run: OnRun = lambda run: None,
 ) -> list[Run]:
     """Make every run, single models on `jobs` processes, or in this one if that is 1.
 
-    `on_event` hears of epochs, `on_run` of every finished run.
+    address   of a Ray cluster (auto, local, host:port, ray://host:port) that makes the single models instead, as many
+              at a time as it has room for
+    cpus      cores, and threads, of a run on the cluster
+    on_event  hears of epochs
+    on_run    hears of every finished run
 
     A run that fails does not stop the others; the first error is raised when they are done.
     """
     if jobs < 1:
         raise ValueError(f"jobs must be at least 1, got {jobs}.")
     singles, ensembles = plan(configs)
-    errors = (_here if jobs == 1 else _spread)(missing(singles, out, fresh), out, jobs, fresh, on_event, on_run)
+    wanted = missing(singles, out, fresh)
+    if address is not None:
+        errors = _afar(wanted, out, address, cpus, fresh, on_event, on_run)
+    else:
+        errors = (_here if jobs == 1 else _spread)(wanted, out, jobs, fresh, on_event, on_run)
     if errors:
-        raise _explained(errors[0], len(errors)) from errors[0]
+        told = _explained(errors[0], len(errors))
+        raise told from (errors[0].__cause__ if told is errors[0] else errors[0])
     finished = {c: run(c, place(out, c)) for c in singles}  # checks that what was there has the same settings
     for config in ensembles:
         finished[config] = run(config, place(out, config), fresh=fresh)
@@ -115,9 +127,45 @@ def _spread(
     return errors
 
 
+def _afar(
+    configs: Sequence[Config], out: Where, address: str, cpus: int, fresh: bool, on_event: OnEvent, on_run: OnRun
+) -> list[BaseException]:
+    """On a cluster; what went wrong."""
+    errors: list[BaseException] = []
+    claimed: list[Config] = []
+    for config in configs:
+        try:
+            _claim(place(out, config) / config.folder, config, fresh)
+            claimed.append(config)
+        except ValueError as error:
+            errors.append(error)
+
+    def done(config: Config) -> None:
+        on_run(runs.read(place(out, config) / config.folder))
+
+    tasks = [(config, place(out, config)) for config in claimed]
+    return errors + cluster.spread(address, make_afar, tasks, cpus=cpus, on_event=on_event, on_done=done)
+
+
+def make_afar(config: Config, out: Path, tell: OnEvent) -> list[Path]:
+    """On a node of the cluster: make the run; its files, the one that says that it is finished last."""
+    folder = run(config, out, on_epoch=functools.partial(_forward, tell, config)).folder
+    files = [file for file in sorted(folder.iterdir()) if not file.name.startswith(".")]
+    return sorted(files, key=lambda file: file.name == runs.METRICS)
+
+
+def _claim(folder: Path, config: Config, fresh: bool) -> None:
+    """Here, before anything is trained far away. A run that starts again does so once, not when its worker is lost."""
+    with runs.locked(folder):
+        for file in folder.iterdir() if fresh else ():
+            if file.name != ".lock":
+                shutil.rmtree(file) if file.is_dir() else file.unlink()
+        experiment.claim(folder, config)
+
+
 def _explained(error: BaseException, count: int) -> BaseException:
     if isinstance(error, BrokenProcessPool):
-        return RuntimeError(
+        return ChildProcessError(
             "A worker process died (killed, or out of memory). What was finished is kept, and the same command goes "
             "on; fewer --jobs need less memory."
         )

@@ -12,6 +12,7 @@ try:
     from afield.apps.export import Export
     from afield.apps.report import Report
     from afield.apps.reproduce import Reproduce
+    from afield.apps.score import Score
     from afield.apps.settings import ShowSettings
     from afield.apps.sweep import Sweep
 except ImportError as error:
@@ -35,6 +36,7 @@ COMMANDS: dict[str, Callable[..., Command]] = {
     "reproduce": Reproduce,
     "report": Report,
     "export": Export,
+    "score": Score,
     "settings": ShowSettings,
 }
 # What a command's flags start from, where that depends on other arguments.

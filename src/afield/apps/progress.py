@@ -39,9 +39,16 @@ class Watch:
 
 
 def run_watched(
-    console: Console, configs: Sequence[Config], out: fanout.Where, *, jobs: int = 1, fresh: bool = False
+    console: Console,
+    configs: Sequence[Config],
+    out: fanout.Where,
+    *,
+    jobs: int = 1,
+    cluster: str | None = None,
+    cpus: int = 1,
+    fresh: bool = False,
 ) -> list[Run]:
-    """`fanout.run_all` under a bar."""
+    """`fanout.run_all` under a bar; `cluster` is the address of one."""
     columns = (
         TextColumn("{task.fields[runs]}"),
         BarColumn(),
@@ -52,4 +59,13 @@ def run_watched(
     )
     with Progress(*columns, console=console, transient=True) as progress:
         watch = Watch(progress, configs, out, fresh)
-        return fanout.run_all(configs, out, jobs=jobs, fresh=fresh, on_event=watch.on_event, on_run=watch.on_run)
+        return fanout.run_all(
+            configs,
+            out,
+            jobs=jobs,
+            address=cluster,
+            cpus=cpus,
+            fresh=fresh,
+            on_event=watch.on_event,
+            on_run=watch.on_run,
+        )

@@ -26,7 +26,11 @@ class Reproduce:
     seeds: int | None = None
     """How many; not given: the suite's own number."""
     jobs: int = os.cpu_count() or 1
-    """Runs at a time."""
+    """Runs at a time, on this machine."""
+    cluster: str | None = None
+    """A Ray cluster that makes the runs instead: auto, local, HOST:PORT or ray://HOST:PORT."""
+    cpus_per_run: int = 1
+    """Cores, and threads, of a run on the cluster, which makes as many at a time as it has room for."""
     out: Path | None = None
     """Folder of the runs; not given: runs/SUITE-PRESET."""
 
@@ -37,7 +41,7 @@ class Reproduce:
             raise ValueError(f"Unknown preset {self.preset!r}: expected one of {', '.join(suite.seeds)}.")
         out = self.out or Path("runs") / f"{self.suite}-{self.preset}"
         configs = suite.configs(self.preset, methods=self.methods or None, seeds=self.seeds)
-        run_watched(console, configs, out, jobs=self.jobs)
+        run_watched(console, configs, out, jobs=self.jobs, cluster=self.cluster, cpus=self.cpus_per_run)
         page = report(out, title=suite.title)
         console.print(
             f"{len(configs)} runs in [bold]{out}[/bold], {time.monotonic() - started:.0f} s. Report: "

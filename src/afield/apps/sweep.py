@@ -57,7 +57,11 @@ class Sweep:
     epochs: int | None = None
     """Of every training; not given: the task's own."""
     jobs: int = 1
-    """Trainings at a time."""
+    """Trainings at a time, on this machine."""
+    cluster: str | None = None
+    """A Ray cluster that makes the trainings instead: auto, local, HOST:PORT or ray://HOST:PORT."""
+    cpus_per_run: int = 1
+    """Cores, and threads, of a training on the cluster, which makes as many at a time as it has room for."""
     out: Path = Path("runs/sweeps")
     """Folder of the sweep: one below it for each task and method."""
 
@@ -89,7 +93,14 @@ def sweep(asked: Sweep, console: Console) -> Config:
     tried = combinations(asked.grid)
     configs = {_name(changes): replace(base, settings=replace(base.settings, **changes)) for changes in tried}
     names = {config: name for name, config in configs.items()}
-    run_watched(console, list(configs.values()), lambda config: folder / names[config], jobs=asked.jobs)
+    run_watched(
+        console,
+        list(configs.values()),
+        lambda config: folder / names[config],
+        jobs=asked.jobs,
+        cluster=asked.cluster,
+        cpus=asked.cpus_per_run,
+    )
     study = _study(folder)
     for (name, config), changes in zip(configs.items(), tried, strict=True):
         _judge(study, changes, folder / name / config.folder, asked.amplitudes)

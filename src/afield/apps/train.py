@@ -5,11 +5,12 @@ import itertools
 import tomllib
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import torch
 import tyro
 from rich.console import Console
+from rich.progress import Progress
 from rich.table import Table
 from torch.utils.data import TensorDataset
 
@@ -17,10 +18,14 @@ from afield import experiment, runs
 from afield.apps.progress import run_watched
 from afield.batch import track
 from afield.experiment import Config
+from afield.fabric import Processes, launch
 from afield.judge import judge, on_ood
 from afield.methods import METHODS
 from afield.runs import Run
 from afield.tasks import TASKS, Settings
+
+if TYPE_CHECKING:
+    from lightning.fabric import Fabric
 
 HEADLINES = ("accuracy", "ece", "nll", "rmse", "interval_coverage", "auroc", "confidence", "false_alarms", "rejected")
 
@@ -51,15 +56,57 @@ class Train:
     """Start again from nothing, replacing what is there."""
     jobs: int = 1
     """Processes, for members of an ensemble."""
+    cluster: str | None = None
+    """A Ray cluster that makes the run, or the members of an ensemble: auto, local, HOST:PORT or ray://HOST:PORT."""
+    cpus_per_run: int = 1
+    """Cores, and threads, of a run on the cluster."""
+    devices: int = 1
+    """Processes that train one model together, on this node: a GPU each, or a share of the CPU."""
+    num_nodes: int = 1
+    """Machines that do so. All have to see the folder of runs."""
+    strategy: Literal["ddp", "fsdp"] = "ddp"
+    """ddp: each has the whole model; fsdp: while training, each has a part of it."""
+    accelerator: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: cuda for several devices where there are any; one device is the CPU unless it says cuda."""
     settings: Annotated[Settings, tyro.conf.arg(name="")] = field(default_factory=Settings)
 
     def run(self) -> None:
         config = Config(self.task, self.method, self.seed, self.data_seed, self.preset, self.settings)
         METHODS[config.method]
         TASKS[config.task].settings_for(config.preset)
+        processes = Processes.of(self.devices, self.num_nodes, self.strategy, self.accelerator)
+        if not processes.alone:
+            if self.jobs > 1 or self.cluster is not None:
+                raise ValueError("--jobs and --cluster spread runs over processes, --devices one run: use one of them.")
+            launch(processes, train_together, config, self.out, self.fresh)
+            return
         console = Console()
-        (finished,) = run_watched(console, [config], self.out, jobs=self.jobs, fresh=self.fresh)
+        (finished,) = run_watched(
+            console,
+            [config],
+            self.out,
+            jobs=self.jobs,
+            cluster=self.cluster,
+            cpus=self.cpus_per_run,
+            fresh=self.fresh,
+        )
         show(finished, console)
+
+
+def train_together(fabric: "Fabric", config: Config, out: Path, fresh: bool) -> None:
+    """One run on all processes of a Fabric; the first shows it."""
+    if not fabric.is_global_zero:
+        experiment.run(config, out, fresh=fresh, fabric=fabric)
+        return
+    console = Console()
+    with Progress(*Progress.get_default_columns(), console=console, transient=True) as progress:
+        bar = progress.add_task(f"{config.task} {config.method} {config.seed} on {fabric.world_size} processes")
+
+        def heard(epoch: int, epochs: int, loss: float) -> None:
+            progress.update(bar, completed=epoch, total=epochs)
+
+        finished = experiment.run(config, out, fresh=fresh, on_epoch=heard, fabric=fabric)
+    show(finished, console)
 
 
 def defaults(arguments: list[str]) -> Train | None:
