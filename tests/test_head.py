@@ -409,7 +409,7 @@ def test_a_kept_mean_does_not_change_the_unit_curvature_variance():
 
 
 def test_a_kept_mean_of_another_width_is_told():
-    with pytest.raises(ValueError, match=r"logits must have shape \(40, 3\), got \(40, 5\)"):
+    with pytest.raises(ValueError, match=r"logits must have shape \(1, 3\), got \(1, 5\)"):
         fitted(mean=nn.Linear(4, 5))
 
 

@@ -5,11 +5,11 @@
 `certified` proves L1 and L2 from the weights where the structure allows it: chains of linear layers, 1-Lipschitz
 activations and `Residual` blocks, whose branch of Lipschitz constant a gives 1 - a and 1 + a. `measured` takes them
 from pairs of examples. `distance_correlation` is Spearman's rank correlation of a score with the distance to the
-nearest training example.
+nearest training example. `variance_error` bounds what a low-rank posterior gets wrong.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,9 @@ from torch import Tensor, nn
 from afield.batch import evaluating
 from afield.convert import SNGP
 from afield.head import GaussianProcessHead
+from afield.laplace import NotFitted, curvature_weights
+from afield.lowrank import LowRank
+from afield.posterior import Hidden
 from afield.spectral import Residual, certified_norm
 
 _ISOMETRIES = (nn.Identity, nn.Flatten, nn.Unflatten, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
@@ -158,3 +161,122 @@ def _ranks(values: Tensor) -> Tensor:
     _, inverse, counts = values.detach().double().unique(return_inverse=True, return_counts=True)
     last = counts.cumsum(0).double()
     return (last - (counts.double() - 1) / 2)[inverse]
+
+
+def variance_error(
+    model: SNGP,
+    loader: Iterable[Any],
+    *,
+    probability: float = 0.999,
+    starts: int = 4,
+    steps: int = 12,
+    seed: int = 0,
+    progress: bool | None = None,
+) -> Tensor:
+    """e (K,), at least |vhat_k(h) - v_k(h)| / v_k(h) for all h and all classes k at once, with this probability.
+
+    loader  the training data that `fit_posterior` saw; it is read q times, from memory if its hidden vectors fit
+    starts  s, random vectors for each class;  steps  q, products with each: more of them make a closer bound
+
+    v is the variance by the exact precision H of a class, vhat the one by Hhat of `afield.lowrank`. With
+    E = H - Hhat, M = Hhat^-1/2 E Hhat^-1/2 and u = Hhat^-1/2 phi, v is u^T (I + M)^-1 u and vhat is u^T u, so that
+
+        |vhat - v| = |u^T (I + M)^-1/2 M (I + M)^-1/2 u| <= |M| v
+
+    For z ~ N(0, I) and the unit eigenvector e of M whose eigenvalue is largest, |M|^q |e . z| <= |M^q z|, and
+    P(|e . z| < t) <= t sqrt(2/pi). So |M| <= max over s draws of (|M^q z| / t)^(1/q), unless all of them are unlucky;
+    over K classes the probability of that is at most K (t sqrt(2/pi))^s, which sets t. With x = Hhat^-1/2 z nothing
+    needs a square root of a matrix: z -> M z is x -> Hhat^-1 E x, |z|^2 is x^T Hhat x, and a draw is
+    x = Hhat^-1 (U sqrt(d) z_1 + Phi_S^T sqrt(w_S) z_2).
+    """
+    head = model.head
+    if not isinstance(head.precision, LowRank):
+        raise ValueError(
+            "variance_error expects a low-rank posterior, got an exact one (rank=None): its error is zero."
+        )
+    if not 0 < probability < 1 or starts < 1 or steps < 1:
+        raise ValueError(
+            "variance_error expects a probability strictly between 0 and 1 and positive starts and steps, got "
+            f"{probability}, {starts} and {steps}."
+        )
+    if not head.precision.fitted:
+        raise NotFitted("The posterior is not fitted: call afield.fit_posterior(model, train_loader) first.")
+    with evaluating(model):
+        approximate, examples = _Approximate(head, head.precision), Hidden(model, loader, progress=progress)
+        x = approximate.draw(starts, torch.Generator(approximate.basis.device).manual_seed(seed))
+        known, log_length = approximate.data_term(x), x.new_zeros(len(x), starts)
+        for _ in range(steps):
+            x = approximate.solve(_data_term(head, examples, x) - known)
+            known = approximate.data_term(x)
+            length = (x * (known + approximate.ridge * x)).sum(1, keepdim=True).clamp_min(0).sqrt()
+            log_length += length.squeeze(1).log()
+            unit = length.clamp_min(torch.finfo(x.dtype).tiny)  # the powers of a small M would underflow
+            x, known = x / unit, known / unit
+    log_t = math.log(math.pi / 2) / 2 + math.log((1 - probability) / len(x)) / starts
+    return ((log_length.amax(1) - log_t) / steps).exp()
+
+
+class _Approximate:
+    """Products with Hhat_k and its inverse for all classes, in float64; vectors are (K, D, s)."""
+
+    def __init__(self, head: GaussianProcessHead, precision: LowRank) -> None:
+        self.precision, self.ridge, self.noise = precision, float(head.ridge), float(head.noise)
+        self.basis, self.diagonal = precision.diagonal(self.ridge, self.noise)
+        self.lower = []
+        for k, diagonal in enumerate(self.diagonal):
+            rows = self._rows(k) @ self.basis
+            gram = (rows / diagonal) @ rows.T
+            gram.diagonal().add_(1)
+            self.lower.append(torch.linalg.cholesky(gram))
+
+    def draw(self, starts: int, generator: torch.Generator) -> Tensor:
+        """x ~ N(0, Hhat^-1)."""
+        like: dict[str, Any] = {"generator": generator, "dtype": torch.float64, "device": self.basis.device}
+        z = self.basis @ (self.diagonal.sqrt()[..., None] * torch.randn(*self.diagonal.shape, starts, **like))
+        for k in range(len(z)):
+            z[k] += self._rows(k).T @ torch.randn(self.precision.rank, starts, **like)
+        return self.solve(z)
+
+    def solve(self, x: Tensor) -> Tensor:
+        """Hhat^-1 x, by Woodbury's identity."""
+        first = self._first_solve(x)
+        back = torch.empty_like(x)
+        for k, lower in enumerate(self.lower):
+            rows = self._rows(k)
+            back[k] = rows.T @ torch.cholesky_solve(rows @ first[k], lower)
+        return first - self._first_solve(back)
+
+    def data_term(self, x: Tensor) -> Tensor:
+        """(Hhat - r I) x."""
+        result = self.basis @ ((self.diagonal - self.ridge)[..., None] * (self.basis.T @ x))
+        for k in range(len(x)):
+            rows = self._rows(k)
+            result[k] += rows.T @ (rows @ x[k])
+        return result
+
+    def _first_solve(self, x: Tensor) -> Tensor:
+        return self.basis @ ((self.basis.T @ x) / self.diagonal[..., None])
+
+    def _rows(self, k: int) -> Tensor:
+        return self.precision.rows(k, self.noise)
+
+
+def _data_term(head: GaussianProcessHead, examples: Hidden, x: Tensor) -> Tensor:
+    """(H_k - r I) x_k (K, D, s), for all classes in two products a batch."""
+    (classes, features, starts), seen = x.shape, 0
+    flat = x.transpose(0, 1).reshape(features, -1)
+    total = torch.zeros_like(flat)
+    for h, _ in examples:
+        phi = head.features(h).double()
+        weights = curvature_weights(
+            head(h), likelihood=head.likelihood, covariance=head.covariance, curvature=head.curvature
+        )
+        along = (phi @ flat).unflatten(1, (classes, starts)) * weights.double()[..., None]
+        total.addmm_(phi.T, along.flatten(1))
+        seen += len(h)
+    if seen != head.num_observed:
+        raise ValueError(
+            f"variance_error expects the {head.num_observed} examples of the posterior, got {seen}: give the data that "
+            "fit_posterior saw, in a loader that can be read more than once."
+        )
+    return total.reshape(features, classes, starts).transpose(0, 1) / float(head.noise)

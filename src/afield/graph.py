@@ -88,9 +88,8 @@ class Graph(nn.Module):
         super().__init__()
         plain = fold(model).cpu().float().eval().requires_grad_(False)
         head = plain.head
-        if not head.precision.factored:
-            head.precision.factor(float(head.ridge), float(head.noise))
-        head.precision.data = head.precision.data[:0].clone()  # the largest tensor of all, behind the factor
+        head.factor()
+        head.precision.free()  # the largest tensors of all, behind the factor
         self.alpha = chosen_alpha(model, alpha)
         self.inputs, self.output = inputs, plain.output
         self.half_backbone, self.with_hidden = half, hidden

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from afield.features import LENGTH_SCALE_FRACTION, RandomFeatures
 from afield.laplace import COVARIANCES, Precision, choose_curvature, curvature_weights
+from afield.lowrank import LowRank
 from afield.predictive import PREDICTIVES, Prediction, conformal_p_value
 
 SCALARS = ("ridge", "amplitude", "logit_scale", "noise")
@@ -37,6 +38,8 @@ class GaussianProcessHead(nn.Module):
     amplitude            a, the prior standard deviation of f in units of the kernel; `afield.calibrate` sets it
     likelihood           categorical, bernoulli (one logit), gaussian, poisson (log rates)
     covariance           "shared" by all outputs, or "per_class" (memory and time times K)
+    rank                 None: exact. A number m, for many classes: the m heaviest examples of each class exactly, the
+                         rest through one matrix that all classes share (`afield.lowrank`)
     curvature            "likelihood" (the paper's), "unit" (the authors' code), or "auto": unit for
                          classification with a shared covariance
     kernel               rbf, matern32, matern52, arccos
@@ -69,6 +72,7 @@ class GaussianProcessHead(nn.Module):
         amplitude: float = 1.0,
         likelihood: str = "categorical",
         covariance: str = "shared",
+        rank: int | None = None,
         curvature: str = "auto",
         kernel: str = "rbf",
         orthogonal: bool = True,
@@ -108,9 +112,13 @@ class GaussianProcessHead(nn.Module):
             fraction=LENGTH_SCALE_FRACTION if mean is None else KEPT_MEAN_FRACTION,
             generator=generator,
         )
-        self.precision = Precision(
-            num_random_features, out_features if covariance == "per_class" else 1, momentum=momentum
-        )
+        num_matrices = out_features if covariance == "per_class" else 1
+        self.precision: Precision | LowRank
+        if rank is None:
+            self.precision = Precision(num_random_features, num_matrices, momentum=momentum)
+        else:
+            self._check_rank(rank, momentum)
+            self.precision = LowRank(num_random_features, num_matrices, rank)
         self.mean = mean
         if mean is None:
             self.weight = nn.Parameter(torch.zeros(out_features, num_random_features))
@@ -128,6 +136,21 @@ class GaussianProcessHead(nn.Module):
         # Sorted held-out scores, and the number of examples observed when they were taken.
         self.register_buffer("reference", torch.zeros(0, dtype=torch.float64))
         self.register_buffer("reference_count", torch.zeros((), dtype=torch.int64))
+
+    def _check_rank(self, rank: int, momentum: float | None) -> None:
+        """A low rank is for many precisions that differ."""
+        if self.covariance != "per_class" or self.out_features < 2:
+            raise ValueError(
+                f"rank={rank} approximates one precision for each of several outputs, got covariance="
+                f'{self.covariance!r} and {self.out_features} outputs: use covariance="per_class", or rank=None.'
+            )
+        if self.likelihood == "gaussian" or self.curvature == "unit":
+            raise ValueError(
+                f"With likelihood={self.likelihood!r} and curvature={self.curvature!r} all outputs have the same "
+                f'precision: use covariance="shared" with rank=None, which is exact, got rank={rank}.'
+            )
+        if momentum is not None:
+            raise ValueError(f"A moving average (momentum={momentum}) keeps no examples: use rank=None, got {rank}.")
 
     @property
     def num_observed(self) -> int:
@@ -172,10 +195,14 @@ class GaussianProcessHead(nn.Module):
     def _uncalibrate(self) -> None:
         self.reference = self.reference[:0].clone()
 
-    def posterior(self, h: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean f (N, K) and variance a^2 phi^T H^-1 phi, (N,) shared or (N, K) per class."""
+    def factor(self) -> None:
+        """Factorise the posterior precision, unless that is done."""
         if not self.precision.factored:
             self.precision.factor(float(self.ridge), float(self.noise))
+
+    def posterior(self, h: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean f (N, K) and variance a^2 phi^T H^-1 phi, (N,) shared or (N, K) per class."""
+        self.factor()
         phi = self.features(h)
         return self._mean(h, phi), self.amplitude.square() * self.precision.variance(phi)
 
@@ -189,7 +216,18 @@ class GaussianProcessHead(nn.Module):
     ) -> Prediction:
         """The `Prediction` for hidden vectors h; its logits are s f, s the calibrated logit scale."""
         PREDICTIVES[predictive]
-        mean, variance = self.posterior(h)
+        return self.prediction(*self.posterior(h), h, predictive, num_samples, generator)
+
+    def prediction(
+        self,
+        mean: Tensor,
+        variance: Tensor,
+        h: Tensor | None = None,
+        predictive: str = "mean_field",
+        num_samples: int = 100,
+        generator: torch.Generator | None = None,
+    ) -> Prediction:
+        """The `Prediction` that a posterior mean and variance make."""
         if self.likelihood in ("gaussian", "poisson"):
             noise = float(self.noise) if self.likelihood == "gaussian" else None
             prediction = Prediction(mean, variance, features=h, noise=noise, likelihood=self.likelihood)
@@ -244,19 +282,24 @@ class GaussianProcessHead(nn.Module):
             return torch.cat([logits, *(level + F.linear(phi, weight[None]) for weight in self.added)], dim=-1)
 
     @torch.no_grad()
-    def _accumulate(self, h: Tensor, logits: Tensor | None, add: Callable[[Tensor, Tensor], None]) -> None:
+    def _accumulate(self, h: Tensor, logits: Tensor | None, add: Callable[[Tensor, Tensor | None], None]) -> None:
         self._checked(h)
         self.check_finite(h)
         if not self.random_features.adapted:
             self.random_features.adapt(h)
         phi = self.features(h)
-        logits = self._mean(h, phi) if logits is None else logits
-        if logits.shape != (h.shape[0], self.out_features):
-            raise ValueError(f"logits must have shape ({h.shape[0]}, {self.out_features}), got {tuple(logits.shape)}.")
-        weights = curvature_weights(
-            logits, likelihood=self.likelihood, covariance=self.covariance, curvature=self.curvature
-        )
-        self.check_finite(phi, weights)
+        unit = self.curvature == "unit"
+        rows = min(1, h.shape[0]) if unit and logits is None else h.shape[0]
+        if logits is None:  # unit weights need none: with many classes they would cost more than all the rest
+            logits = self._mean(h[:rows], phi[:rows])
+        if logits.shape != (rows, self.out_features):
+            raise ValueError(f"logits must have shape ({rows}, {self.out_features}), got {tuple(logits.shape)}.")
+        weights = None
+        if not unit:
+            weights = curvature_weights(
+                logits, likelihood=self.likelihood, covariance=self.covariance, curvature=self.curvature
+            )
+        self.check_finite(phi, *([] if weights is None else [weights]))
         add(phi, weights)
         self._uncalibrate()
 

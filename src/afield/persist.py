@@ -140,7 +140,7 @@ def _bounds(model: SNGP) -> dict[str, float]:
 
 
 def _always_double(name: str) -> bool:
-    return name.endswith(("precision.data", "reference", "length_scale", "radius", *SCALARS))
+    return name.endswith(("precision.data", "precision.mass", "reference", "length_scale", "radius", *SCALARS))
 
 
 def write_file(path: Path, data: bytes) -> None:

@@ -18,6 +18,7 @@ from afield.batch import device_of, evaluating, split_batch, track
 from afield.convert import SNGP
 from afield.head import GaussianProcessHead
 from afield.laplace import NotFitted, Precision
+from afield.lowrank import LowRank
 
 _CACHE_BYTES = 2**30  # hidden vectors kept in memory between two looks at the data
 _SCALE_ROWS = 4096  # hidden vectors whose distances set the length scale
@@ -249,14 +250,12 @@ def _share_statistics(model: SNGP) -> None:
                     dist.broadcast(buffer, src=0)
 
 
-def _reduce(precision: Precision, residuals: Tensor) -> Tensor:
+def _reduce(precision: Precision | LowRank, residuals: Tensor) -> Tensor:
     """Sum over the ranks, once; a rank without examples adds zeros."""
-    residuals = residuals.to(precision.data.device)
+    residuals = residuals.to(precision.count.device)
     if _distributed():
-        precision.allocate()
-        for part in (precision.data, precision.count, residuals):
-            dist.all_reduce(part)
-        precision.stale()
+        precision.all_reduce()
+        dist.all_reduce(residuals)
     return residuals
 
 

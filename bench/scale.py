@@ -1,0 +1,171 @@
+"""What the posterior costs at any size: formulas, checked here at the sizes that fit, then taken to 10^9 examples.
+
+    python -m bench.scale         about two minutes on two idle cores; writes results/scale.json, fills docs/scale.md
+
+pass      N/W (2 d D / r32 + 2 C D^2 / r64 (+ 2 D K / r32 for weights that need logits))      seconds, each worker
+reduce    8 C D^2 bytes of sums, once; a ring sends and receives 2 (W - 1)/W of that
+memory    8 C D^2 (sums) + 4 C D^2 (factor) + 4 d D (random features) bytes
+factor    C (1/3 + 1) D^3 / r64      seconds, on each worker
+
+d hidden width, D random features, K classes, C matrices (1 shared, K one per class), r32 and r64 the machine's rates of
+matrix products, which are measured first.
+"""
+
+import json
+import math
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+
+import afield
+from afield.persist import write_file
+from bench.defaults import ROOT, markdown
+
+RECORD, PAGE = ROOT / "results" / "scale.json", ROOT / "docs" / "scale.md"
+SIZES = ((640, 512, 10, "shared"), (640, 1024, 10, "shared"), (2048, 2048, 1000, "shared"), (640, 512, 10, "per_class"))
+ROWS, BATCH = 8192, 2048
+HUGE: dict[str, Any] = {"examples": 10**9, "classes": 10**4, "workers": 10**3, "hidden": 2048, "features": 1024}
+
+
+def seconds(work: Callable[[], Any], repeats: int = 5) -> float:
+    work()
+    times = []
+    for _ in range(repeats):
+        begin = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - begin)
+    return median(times)
+
+
+def rate(dtype: torch.dtype, size: int = 1024) -> float:
+    """Operations a second of the product that the pass is made of."""
+    a = torch.randn(BATCH, size, dtype=dtype)
+    return 2 * BATCH * size * size / seconds(lambda: a.T @ a)
+
+
+def model_of(hidden: int, features: int, classes: int, covariance: str) -> afield.SNGP:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Identity(), nn.Linear(hidden, classes))
+    options: dict[str, Any] = {"num_random_features": features, "length_scale": math.sqrt(hidden)}
+    return afield.sngp(net, covariance=covariance, **options).eval()
+
+
+def formulas(hidden: int, features: int, classes: int, covariance: str, r32: float, r64: float) -> dict[str, float]:
+    """Seconds an example, of the factorisation; bytes of the sums and in memory."""
+    matrices = classes if covariance == "per_class" else 1
+    logits = 2 * features * classes / r32 if covariance == "per_class" else 0.0
+    return {
+        "example_seconds": 2 * hidden * features / r32 + 2 * matrices * features**2 / r64 + logits,
+        "factor_seconds": matrices * 4 / 3 * features**3 / r64,
+        "reduced_bytes": 8 * matrices * features**2,
+        "memory_bytes": 12 * matrices * features**2 + 4 * hidden * features,
+    }
+
+
+def measured(hidden: int, features: int, classes: int, covariance: str) -> dict[str, float]:
+    model = model_of(hidden, features, classes, covariance)
+    x = torch.randn(ROWS, hidden)
+    head = model.head
+
+    def one_pass() -> None:
+        head.reset_posterior()
+        for part in x.split(BATCH):
+            head.observe(part)
+
+    def factor() -> None:
+        head.precision.stale()
+        head.factor()
+
+    figures = {"example_seconds": seconds(one_pass, 3) / ROWS, "factor_seconds": seconds(factor, 3)}
+    memory = sum(t.nbytes for t in (head.precision.data, head.precision.root, head.random_features.weight))
+    return figures | {"reduced_bytes": reduced(hidden, features, classes, covariance), "memory_bytes": memory}
+
+
+def reduced(*size: Any) -> float:
+    """Bytes that fit_posterior hands to all_reduce on each of two processes."""
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(_count, (folder, size), nprocs=2)
+        counts = [int(Path(folder, str(rank)).read_text()) for rank in range(2)]
+    assert counts[0] == counts[1]
+    return float(counts[0])
+
+
+def _count(rank: int, folder: str, size: tuple[Any, ...]) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    total, all_reduce = 0, dist.all_reduce
+
+    def counting(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        nonlocal total
+        total += tensor.nbytes
+        return all_reduce(tensor, *args, **kwargs)
+
+    dist.all_reduce = counting
+    torch.manual_seed(rank)
+    afield.fit_posterior(model_of(*size), [torch.randn(64, size[0])], sharded=True)
+    Path(folder, str(rank)).write_text(str(total))
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    r32, r64 = rate(torch.float32), rate(torch.float64)
+    rows = [
+        {"size": size, "formula": formulas(*size, r32, r64), "measured": measured(*size)}  # type: ignore[call-arg]
+        for size in SIZES
+    ]
+    record = {"command": "python -m bench.scale", "r32": r32, "r64": r64, "threads": torch.get_num_threads()}
+    write_file(RECORD, (json.dumps(record | {"sizes": rows}, indent=1) + "\n").encode())
+    fill("checked", checked(rows))
+    fill("huge", huge(r32, r64))
+
+
+def checked(rows: list[dict[str, Any]]) -> str:
+    head = ["d", "D", "K", "covariance", "µs an example", "formula", "factorisation, s", "formula", "reduced, MB"]
+    head += ["formula", "memory, MB", "formula"]
+    table = [head]
+    for row in rows:
+        cells = [str(word) for word in row["size"]]
+        for name, unit in (
+            ("example_seconds", 1e-6),
+            ("factor_seconds", 1.0),
+            ("reduced_bytes", 1e6),
+            ("memory_bytes", 1e6),
+        ):
+            cells += [f"{row[source][name] / unit:.3g}" for source in ("measured", "formula")]
+        table.append(cells)
+    return markdown(table, left=4)
+
+
+def huge(r32: float, r64: float) -> str:
+    """10^9 examples on workers as fast as this machine."""
+    table = [["", "shared", "one per class"]]
+    both = [
+        formulas(HUGE["hidden"], HUGE["features"], HUGE["classes"], covariance, r32, r64)
+        for covariance in ("shared", "per_class")
+    ]
+    per_worker = HUGE["examples"] / HUGE["workers"]
+    for name, figure in (
+        ("pass, hours a worker", lambda f: f["example_seconds"] * per_worker / 3600),
+        ("reduced, GB", lambda f: f["reduced_bytes"] / 1e9),
+        ("memory, GB a worker", lambda f: f["memory_bytes"] / 1e9),
+        ("factorisation, hours", lambda f: f["factor_seconds"] / 3600),
+    ):
+        table.append([name, *(f"{figure(f):.3g}" for f in both)])
+    return markdown(table, left=1)
+
+
+def fill(name: str, text: str) -> None:
+    begin, end = f"<!-- {name} -->", f"<!-- end of {name} -->"
+    before, rest = PAGE.read_text(encoding="utf-8").split(begin)
+    write_file(PAGE, f"{before}{begin}\n\n{text}\n\n{end}{rest.split(end)[1]}".encode())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,55 @@
+"""`python -m bench.speed`: run the measures that have no record, then write the table."""
+
+import argparse
+import json
+import platform
+
+import torch
+
+from afield.persist import write_file
+from bench.defaults import ROOT, markdown
+from bench.speed import ensembles, networks, per_class, posterior  # noqa: F401 (they register their measures)
+from bench.speed.measure import MEASURES, Missing
+
+RECORDS, PAGE = ROOT / "bench" / "results", ROOT / "docs" / "speed.md"
+BEGIN, END = "<!-- speed -->", "<!-- end of speed -->"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.speed", description=__doc__)
+    parser.add_argument("names", nargs="*", help=f"of {', '.join(MEASURES)}; none given: all")
+    parser.add_argument("--fresh", action="store_true", help="measure again what has a record")
+    given = parser.parse_args()
+    RECORDS.mkdir(exist_ok=True)
+    for name in given.names or MEASURES:
+        one, file = MEASURES[name], RECORDS / f"{name}.json"
+        if file.exists() and not given.fresh:
+            continue
+        print(f"{name}: {one.what} ...", flush=True)
+        try:
+            figures = {key: float(f"{value:.4g}") for key, value in one.run().items()}
+        except Missing as missing:
+            print(f"  left out: {missing}")
+            continue
+        record = {"measure": one.what, "target": one.wanted, "met": one.met(figures), **figures}
+        record |= {"torch": torch.__version__, "threads": torch.get_num_threads(), "machine": platform.machine()}
+        write_file(file, (json.dumps(record, indent=1) + "\n").encode())
+        print(f"  {figures} target {one.wanted}: {'met' if one.met(figures) else 'MISSED'}", flush=True)
+    before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
+    _, _, after = rest.partition(END)
+    write_file(PAGE, f"{before}{BEGIN}\n\n{table()}\n\n{END}{after}".encode())
+
+
+def table() -> str:
+    """Markdown: one row for each measure that has a record."""
+    rows = [["measure", "target", "measured"]]
+    for name, one in MEASURES.items():
+        file = RECORDS / f"{name}.json"
+        if file.exists():
+            record = json.loads(file.read_text(encoding="utf-8"))
+            rows.append([one.what, one.wanted, f"{record[one.figure]:.3g}" + " (missed)" * (not record["met"])])
+    return markdown(rows, left=1)
+
+
+if __name__ == "__main__":
+    main()

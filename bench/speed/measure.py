@@ -1,0 +1,78 @@
+"""What a measure is, and how two things are timed against each other."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from afield.registry import Registry
+
+Work = Callable[[], Any]
+Figures = dict[str, float]
+
+
+class Missing(Exception):
+    """A peer is not installed."""
+
+
+@dataclass(frozen=True)
+class Measure:
+    """`run` returns figures by name; `figure` is the one that is compared with the target."""
+
+    what: str
+    run: Callable[[], Figures]
+    target: float
+    figure: str = "ratio"
+    at_least: bool = False
+
+    def met(self, figures: Figures) -> bool:
+        value = figures[self.figure]
+        return value >= self.target if self.at_least else value <= self.target
+
+    @property
+    def wanted(self) -> str:
+        return f"{'>=' if self.at_least else '<='} {self.target:g}"
+
+
+MEASURES: Registry[Measure] = Registry("measure")
+
+
+def measure(name: str, what: str, target: float, **options: Any) -> Callable[[Callable[[], Figures]], Any]:
+    """Register a function as a measure."""
+
+    def register(run: Callable[[], Figures]) -> Callable[[], Figures]:
+        MEASURES[name] = Measure(what, run, target, **options)
+        return run
+
+    return register
+
+
+def compared(ours: Work, theirs: Work, *, pairs: int = 9, calls: int = 1) -> Figures:
+    """Seconds of each, and the ratio ours / theirs, medians over pairs; `calls` calls make one timing."""
+    for work in (ours, theirs):
+        work()
+    times: list[tuple[float, float]] = []
+    for pair in range(pairs):
+        both = {}
+        for work in (ours, theirs) if pair % 2 else (theirs, ours):
+            begin = time.perf_counter()
+            for _ in range(calls):
+                work()
+            both[work] = (time.perf_counter() - begin) / calls
+        times.append((both[ours], both[theirs]))
+    return {
+        "ratio": median(a / b for a, b in times),
+        "seconds": median(a for a, _ in times),
+        "other_seconds": median(b for _, b in times),
+    }
+
+
+def peer(module: str) -> Any:
+    """The peer's module, or `Missing`."""
+    import importlib
+
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise Missing(f"needs {module}: pip install --no-deps -r bench/requirements-peers.txt ({error})") from error
