@@ -175,6 +175,7 @@ def augmix_by_pillow(image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     return own * image / 255 + (1 - own) * mixed
 
 
+@pytest.mark.slow
 def test_whole_transform_has_the_distribution_of_pillows():
     count, image = 1500, bytes_of((3, 16, 16), seed=3)
     rng = np.random.default_rng(0)

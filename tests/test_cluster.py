@@ -20,6 +20,7 @@ from afield.fanout import make_afar, run_all
 from afield.rows import arrow
 
 ray = pytest.importorskip("ray")
+pytestmark = pytest.mark.slow  # a cluster takes its time to start
 
 
 @pytest.fixture(scope="module")

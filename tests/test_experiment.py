@@ -205,6 +205,7 @@ def test_ensemble_is_assembled_from_its_members_folders(pair: str, tmp_path: Pat
         experiment.load(finished)
 
 
+@pytest.mark.slow
 def test_ensemble_of_another_size_is_assembled_again(tmp_path: Path):
     asked = config("sngp-ensemble", "toy-regression", members=2)
     run(asked, tmp_path)
@@ -250,6 +251,7 @@ def test_plan_puts_members_first_and_each_once(pair: str):
 # Many runs
 
 
+@pytest.mark.slow
 def test_two_processes_make_what_one_makes(tmp_path: Path):
     configs, heard = [config("dnn", seed=s) for s in (0, 1)], []
     done = run_all(configs, tmp_path, jobs=2, on_event=heard.append)

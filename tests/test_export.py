@@ -368,6 +368,7 @@ def test_an_uncalibrated_model_has_no_p_values(tmp_path: Path) -> None:
 # Reduced precision
 
 
+@pytest.mark.slow
 def test_int8_leaves_the_head_alone(tmp_path: Path, needs_onnx: None) -> None:
     import onnx
     from onnx.numpy_helper import to_array

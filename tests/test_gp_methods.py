@@ -273,7 +273,7 @@ def test_sampler_finds_the_gaussian_posterior(regression: Task, regressions: dic
     assert method.predict(model, regression.grid).members is None
 
 
-@pytest.mark.parametrize("classes", [2, 3])
+@pytest.mark.parametrize("classes", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_sampler_finds_the_posterior_that_quadrature_gives(classes: int):
     """Two places that know nothing of each other; at each, K independent logits and a few labels."""
     labels = {2: ([0, 0, 1, 1, 0], [1, 1, 1]), 3: ([0, 0, 1, 2, 1], [2, 2, 2])}[classes]

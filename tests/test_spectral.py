@@ -711,6 +711,7 @@ DDP = textwrap.dedent("""
 """)
 
 
+@pytest.mark.slow
 def test_two_ranks_train_as_one(tmp_path: os.PathLike[str]) -> None:
     """Vectors and parameters agree on all ranks, and with one process that sees all the data."""
     run(f"FILE = {os.fspath(tmp_path)!r} + '/store'\n" + DDP)
