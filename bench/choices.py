@@ -21,7 +21,7 @@ from afield.engine import batches, fit
 from afield.methods import METHODS
 from afield.metrics import METRICS, auroc
 from afield.tasks import TASKS
-from bench.defaults import FAR, ROOT, TOYS, fill, markdown
+from bench.defaults import FAR, PAGE, ROOT, TOYS, fill, markdown
 
 RECORD = ROOT / "results" / "choices.jsonl"
 CURVATURES = {"unit": "unit", "p*(1-p*)": "likelihood"}
@@ -104,8 +104,8 @@ def main() -> None:
             file.writelines(json.dumps(record) + "\n" for record in new)
             file.flush()
             records += new
-    fill("curvature", curvature_table([r for r in records if r["kind"] == "curvature"]))
-    fill("length scale", length_scale_table([r for r in records if r["kind"] == "length_scale"]))
+    fill(PAGE, "curvature", curvature_table([r for r in records if r["kind"] == "curvature"]))
+    fill(PAGE, "length scale", length_scale_table([r for r in records if r["kind"] == "length_scale"]))
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from afield.batch import track
 from afield.engine import fit
 from afield.methods import METHODS
 from afield.metrics import METRICS, auroc
+from afield.persist import write_file
 from afield.tasks import TASKS
 
 ROOT = Path(__file__).parents[1]
@@ -67,11 +68,11 @@ def markdown(rows: list[list[str]], *, left: int) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in [rows[0], rule, *rows[1:]])
 
 
-def fill(name: str, text: str) -> None:
-    """Put a table between its marks in docs/defaults.md."""
+def fill(page: Path, name: str, text: str) -> None:
+    """Put a table between its marks in a page of docs/."""
     begin, end = f"<!-- {name} -->", f"<!-- end of {name} -->"
-    before, rest = PAGE.read_text().split(begin)
-    PAGE.write_text(f"{before}{begin}\n\n{text}\n\n{end}{rest.split(end)[1]}")
+    before, rest = page.read_text(encoding="utf-8").split(begin)
+    write_file(page, f"{before}{begin}\n\n{text}\n\n{end}{rest.split(end)[1]}".encode())
     print(text)
 
 
@@ -86,7 +87,7 @@ def main() -> None:
             file.write(json.dumps(record) + "\n")
             file.flush()
             records.append(record)
-    fill("defaults", table(records))
+    fill(PAGE, "defaults", table(records))
 
 
 def _star(key: tuple[str, str, float, int]) -> dict[str, Any]:

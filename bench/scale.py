@@ -12,7 +12,6 @@ matrix products, which are measured first.
 """
 
 import json
-import math
 import tempfile
 import time
 from collections.abc import Callable
@@ -23,11 +22,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from torch import Tensor, nn
+from torch import Tensor
 
 import afield
 from afield.persist import write_file
-from bench.defaults import ROOT, markdown
+from bench.defaults import ROOT, fill, markdown
+from bench.speed.posterior import head_alone
 
 RECORD, PAGE = ROOT / "results" / "scale.json", ROOT / "docs" / "scale.md"
 SIZES = ((640, 512, 10, "shared"), (640, 1024, 10, "shared"), (2048, 2048, 1000, "shared"), (640, 512, 10, "per_class"))
@@ -51,13 +51,6 @@ def rate(dtype: torch.dtype, size: int = 1024) -> float:
     return 2 * BATCH * size * size / seconds(lambda: a.T @ a)
 
 
-def model_of(hidden: int, features: int, classes: int, covariance: str) -> afield.SNGP:
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Identity(), nn.Linear(hidden, classes))
-    options: dict[str, Any] = {"num_random_features": features, "length_scale": math.sqrt(hidden)}
-    return afield.sngp(net, covariance=covariance, **options).eval()
-
-
 def formulas(hidden: int, features: int, classes: int, covariance: str, r32: float, r64: float) -> dict[str, float]:
     """Seconds an example, of the factorisation; bytes of the sums and in memory."""
     matrices = classes if covariance == "per_class" else 1
@@ -71,7 +64,7 @@ def formulas(hidden: int, features: int, classes: int, covariance: str, r32: flo
 
 
 def measured(hidden: int, features: int, classes: int, covariance: str) -> dict[str, float]:
-    model = model_of(hidden, features, classes, covariance)
+    model = head_alone(hidden, classes, features, covariance=covariance)
     x = torch.randn(ROWS, hidden)
     head = model.head
 
@@ -109,7 +102,9 @@ def _count(rank: int, folder: str, size: tuple[Any, ...]) -> None:
 
     dist.all_reduce = counting
     torch.manual_seed(rank)
-    afield.fit_posterior(model_of(*size), [torch.randn(64, size[0])], sharded=True)
+    hidden, features, classes, covariance = size
+    model = head_alone(hidden, classes, features, covariance=covariance)
+    afield.fit_posterior(model, [torch.randn(64, hidden)], sharded=True)
     Path(folder, str(rank)).write_text(str(total))
     dist.destroy_process_group()
 
@@ -122,8 +117,8 @@ def main() -> None:
     ]
     record = {"command": "python -m bench.scale", "r32": r32, "r64": r64, "threads": torch.get_num_threads()}
     write_file(RECORD, (json.dumps(record | {"sizes": rows}, indent=1) + "\n").encode())
-    fill("checked", checked(rows))
-    fill("huge", huge(r32, r64))
+    fill(PAGE, "checked", checked(rows))
+    fill(PAGE, "huge", huge(r32, r64))
 
 
 def checked(rows: list[dict[str, Any]]) -> str:
@@ -159,12 +154,6 @@ def huge(r32: float, r64: float) -> str:
     ):
         table.append([name, *(f"{figure(f):.3g}" for f in both)])
     return markdown(table, left=1)
-
-
-def fill(name: str, text: str) -> None:
-    begin, end = f"<!-- {name} -->", f"<!-- end of {name} -->"
-    before, rest = PAGE.read_text(encoding="utf-8").split(begin)
-    write_file(PAGE, f"{before}{begin}\n\n{text}\n\n{end}{rest.split(end)[1]}".encode())
 
 
 if __name__ == "__main__":

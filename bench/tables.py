@@ -36,7 +36,7 @@ from afield.estimators import SNGPClassifier, SNGPRegressor
 from afield.persist import write_file
 from afield.tasks.data import arrays
 from afield.tasks.uci import SETS
-from bench.defaults import ROOT, markdown
+from bench.defaults import ROOT, fill, markdown
 
 RECORD, PAGE = ROOT / "results" / "tables.json", ROOT / "docs" / "scikit-learn.md"
 CLASSIFICATION = {"iris": load_iris, "wine": load_wine, "breast_cancer": load_breast_cancer, "digits": load_digits}
@@ -170,13 +170,6 @@ def figure(name: str, digits: int) -> Callable[[list[dict[str, Any]]], str]:
     return lambda of: f"{mean(r[name] for r in of):.{digits}f}" if name in of[0] else ""
 
 
-def fill(name: str, text: str) -> None:
-    begin, end = f"<!-- {name} -->", f"<!-- end of {name} -->"
-    before, rest = PAGE.read_text().split(begin)
-    write_file(PAGE, f"{before}{begin}\n\n{text}\n\n{end}{rest.split(end)[1]}".encode())
-    print(text)
-
-
 def main() -> None:
     torch.set_num_threads(1)
     start = time.process_time()
@@ -191,10 +184,10 @@ def main() -> None:
 def show(record: dict[str, Any]) -> None:
     classes, numbers = record["classification"], record["regression"]
     with_probabilities = [name for name in CLASSIFIERS if "SVC" not in name]
-    fill("accuracy", table(classes, list(CLASSIFIERS), figure("accuracy", 3)))
-    fill("log loss", table(classes, with_probabilities, figure("nll", 3)))
-    fill("regression", table(numbers, list(REGRESSORS), figure("nll", 3)))
-    fill("seconds", markdown([["", "seconds"], *[[k, f"{v:,.1f}"] for k, v in record["speed"].items()]], left=1))
+    fill(PAGE, "accuracy", table(classes, list(CLASSIFIERS), figure("accuracy", 3)))
+    fill(PAGE, "log loss", table(classes, with_probabilities, figure("nll", 3)))
+    fill(PAGE, "regression", table(numbers, list(REGRESSORS), figure("nll", 3)))
+    fill(PAGE, "seconds", markdown([["", "seconds"], *[[k, f"{v:,.1f}"] for k, v in record["speed"].items()]], left=1))
 
 
 if __name__ == "__main__":

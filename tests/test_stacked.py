@@ -90,6 +90,29 @@ def test_members_are_left_alone_and_their_changes_are_not_seen():
     torch.testing.assert_close(stacked.predict(x).probs, first.probs, rtol=0, atol=0)
 
 
+class Two(nn.Module):
+    """A network of two inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.out = nn.Linear(2, 4), nn.Linear(2, 4), nn.Linear(4, 3)
+
+    def forward(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return self.out(torch.tanh(self.first(a) - self.second(b)))
+
+
+def test_inputs_are_given_as_to_a_member():
+    torch.manual_seed(0)
+    models = [afield.sngp(Two(), num_random_features=16).double().eval() for _ in range(2)]
+    a, b = torch.randn(2, 30, 2, dtype=torch.float64)
+    for model in models:
+        afield.fit_posterior(model, [(a, b, torch.arange(30) % 3)])
+    expected = combine([model.predict(a, b) for model in models]).variance
+    stacked = stack(models)
+    for given in (stacked.predict(a, b), stacked.predict(a, b=b), stacked.predict({"a": a, "b": b})):
+        torch.testing.assert_close(given.variance, expected, rtol=1e-9, atol=1e-11)
+
+
 def test_errors():
     models = members(ffn, (2,))
     with pytest.raises(ValueError, match="at least one model"):

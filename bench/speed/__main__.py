@@ -7,12 +7,11 @@ import platform
 import torch
 
 from afield.persist import write_file
-from bench.defaults import ROOT, markdown
+from bench.defaults import ROOT, fill, markdown
 from bench.speed import ensembles, networks, per_class, posterior  # noqa: F401 (they register their measures)
 from bench.speed.measure import MEASURES, Missing
 
 RECORDS, PAGE = ROOT / "bench" / "results", ROOT / "docs" / "speed.md"
-BEGIN, END = "<!-- speed -->", "<!-- end of speed -->"
 
 
 def main() -> None:
@@ -35,9 +34,7 @@ def main() -> None:
         record |= {"torch": torch.__version__, "threads": torch.get_num_threads(), "machine": platform.machine()}
         write_file(file, (json.dumps(record, indent=1) + "\n").encode())
         print(f"  {figures} target {one.wanted}: {'met' if one.met(figures) else 'MISSED'}", flush=True)
-    before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
-    _, _, after = rest.partition(END)
-    write_file(PAGE, f"{before}{BEGIN}\n\n{table()}\n\n{END}{after}".encode())
+    fill(PAGE, "speed", table())
 
 
 def table() -> str:

@@ -17,11 +17,13 @@ from bench.speed.measure import Figures, compared, measure, peer
 EXAMPLES, HIDDEN, FEATURES, CLASSES, BATCH = 10_000, 640, 1024, 10, 1000
 
 
-def head_alone(hidden: int = HIDDEN, classes: int = CLASSES, **options: object) -> afield.SNGP:
+def head_alone(
+    hidden: int = HIDDEN, classes: int = CLASSES, features: int = FEATURES, **options: object
+) -> afield.SNGP:
     """A converted network whose hidden vectors are its inputs."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Identity(), nn.Linear(hidden, classes))
-    model = afield.sngp(net, num_random_features=FEATURES, length_scale=math.sqrt(hidden), **options).eval()
+    model = afield.sngp(net, num_random_features=features, length_scale=math.sqrt(hidden), **options).eval()
     with torch.no_grad():
         model.head.weight.normal_()
     return model

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from afield.features import RandomFeatures
+from afield.posterior import share_statistics
 
 if TYPE_CHECKING:
     from lightning.fabric import Fabric
@@ -79,13 +80,6 @@ class Step(nn.Module):
         everyone = gathered(self.fabric, h.cpu() if self.weight else h[:0].cpu())
         rows = torch.cat([torch.arange(len(part)) * len(everyone) + rank for rank, part in enumerate(everyone)])
         module.adapt(torch.cat(everyone)[rows.argsort()].to(h.device))
-
-
-def share_statistics(model: nn.Module) -> None:
-    """The first rank's buffers (batch statistics) on all; the vectors of spectral bounds agree by their own doing."""
-    for name, buffer in model.named_buffers():
-        if "parametrizations" not in name.split("."):
-            dist.broadcast(buffer, src=0)
 
 
 def state_of(parts: dict[str, Any], fabric: "Fabric | None") -> dict[str, Any]:

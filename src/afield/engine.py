@@ -31,6 +31,7 @@ from torch.utils.data import (
 
 from afield import distributed
 from afield.methods import Method
+from afield.posterior import share_statistics
 from afield.tasks import Settings, Task
 
 if TYPE_CHECKING:
@@ -263,7 +264,7 @@ def _whole(model: nn.Module, task: Task, method: Method, settings: Settings, fab
         model.load_state_dict(state)
     model.to(fabric.device)
     if fabric.world_size > 1:
-        distributed.share_statistics(model)
+        share_statistics(model)
     return model
 
 

@@ -10,7 +10,6 @@ import dataclasses
 import json
 import os
 import platform
-import shutil
 import sys
 import time
 import tomllib
@@ -130,9 +129,7 @@ def run(
         def begin() -> bool:
             held.enter_context(runs.locked(folder))
             if fresh or _resized(folder, config):
-                for file in folder.iterdir():
-                    if file.name != ".lock":
-                        shutil.rmtree(file) if file.is_dir() else file.unlink()
+                runs.clear(folder)
             claim(folder, config)
             return runs.finished(folder)
 

@@ -9,7 +9,6 @@ import functools
 import multiprocessing
 import os
 import queue
-import shutil
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -157,9 +156,8 @@ def make_afar(config: Config, out: Path, tell: OnEvent) -> list[Path]:
 def _claim(folder: Path, config: Config, fresh: bool) -> None:
     """Here, before anything is trained far away. A run that starts again does so once, not when its worker is lost."""
     with runs.locked(folder):
-        for file in folder.iterdir() if fresh else ():
-            if file.name != ".lock":
-                shutil.rmtree(file) if file.is_dir() else file.unlink()
+        if fresh:
+            runs.clear(folder)
         experiment.claim(folder, config)
 
 

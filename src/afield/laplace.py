@@ -20,7 +20,7 @@ is 2e9: a float32 inverse is then off by 340% and has negative variances; |L^-1 
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -66,7 +66,56 @@ def curvature_weights(logits: Tensor, *, likelihood: str, covariance: str, curva
     return weights.amax(dim=-1, keepdim=True) if covariance == "shared" else weights
 
 
-class Precision(nn.Module):
+class Accumulator(nn.Module):
+    """Sums over examples, and a factor made of them; the first dimension of either is 0 where it is not there.
+
+    `SUMS`, `FACTORS` and `TOTALS` (which are always there) name the buffers of a kind.
+    """
+
+    SUMS: ClassVar[tuple[str, ...]] = ("data",)
+    FACTORS: ClassVar[tuple[str, ...]] = ("root",)
+    TOTALS: ClassVar[tuple[str, ...]] = ("count",)
+    data: Tensor
+    root: Tensor
+
+    @property
+    def fitted(self) -> bool:
+        return self.data.shape[0] > 0
+
+    @property
+    def factored(self) -> bool:
+        return self.root.shape[0] > 0
+
+    def reset(self) -> None:
+        """Forget all examples."""
+        self.free()
+        for name in self.TOTALS:
+            getattr(self, name).zero_()
+        self.stale()
+
+    def stale(self) -> None:
+        """Drop the factor: the sums, the ridge or the noise have changed."""
+        for name in self.FACTORS:
+            setattr(self, name, getattr(self, name)[:0].clone())
+
+    def free(self) -> None:
+        """Drop the sums behind the factor: a copy that only predicts does not need them."""
+        for name in self.SUMS:
+            setattr(self, name, getattr(self, name)[:0].clone())
+
+    def check_fitted(self) -> None:
+        if not self.fitted:
+            raise NotFitted(
+                "The posterior is not fitted, so there is no variance yet. "
+                "Call afield.fit_posterior(model, train_loader), or head.observe(hidden) on your training data."
+            )
+
+    def check_factored(self) -> None:
+        if not self.factored:
+            raise NotFitted("The precision is not factorised: call factor(ridge) first.")
+
+
+class Precision(Accumulator):
     """The data term G = sum w phi phi^T of one precision (or one per class), and the factor of r I + G.
 
     An accumulator: `reset`, `update`, `downdate`, `merge`, then `factor` and `variance`. The order and the split
@@ -78,6 +127,7 @@ class Precision(nn.Module):
     of one batch: the exact sum scaled by batch size / N, so that ridge r there plays the part of r N / batch size.
     """
 
+    TOTALS = ("count", "num_updates")
     data: Tensor  # (C, D, D) float64, or (0, D, D) before the first update
     root: Tensor  # (C, D, D) = L^-1 in the model's dtype, at least float32; (0, D, D) when out of date
     count: Tensor  # examples in the sum
@@ -92,29 +142,6 @@ class Precision(nn.Module):
         self.register_buffer("root", torch.zeros(0, num_features, num_features))
         self.register_buffer("count", torch.zeros((), dtype=torch.int64))
         self.register_buffer("num_updates", torch.zeros((), dtype=torch.int64))
-
-    @property
-    def fitted(self) -> bool:
-        return self.data.shape[0] > 0
-
-    @property
-    def factored(self) -> bool:
-        return self.root.shape[0] > 0
-
-    def reset(self) -> None:
-        """Forget all examples."""
-        self.free()
-        self.count.zero_()
-        self.num_updates.zero_()
-        self.stale()
-
-    def stale(self) -> None:
-        """Drop the factor: the data term, the ridge or the noise has changed."""
-        self.root = self.root[:0].clone()
-
-    def free(self) -> None:
-        """Drop the data term behind the factor: a copy that only predicts does not need it."""
-        self.data = self.data[:0].clone()
 
     @torch.no_grad()
     def update(self, phi: Tensor, weights: Tensor | None, *, fast: bool = False) -> None:
@@ -178,11 +205,7 @@ class Precision(nn.Module):
     @torch.no_grad()
     def factor(self, ridge: float, noise: float = 1.0) -> None:
         """Factorise r I + G / noise in float64 and keep L^-1 in the model's dtype."""
-        if not self.fitted:
-            raise NotFitted(
-                "The posterior is not fitted, so there is no variance yet. "
-                "Call afield.fit_posterior(model, train_loader), or head.observe(hidden) on your training data."
-            )
+        self.check_fitted()
         correction = 1.0 if self.momentum is None else 1.0 - self.momentum ** int(self.num_updates)
         identity = torch.eye(self.num_features, dtype=torch.float64, device=self.data.device)
         root = torch.empty_like(self.data, dtype=self.root.dtype)
@@ -199,8 +222,7 @@ class Precision(nn.Module):
 
     def variance(self, phi: Tensor) -> Tensor:
         """phi^T H^-1 phi: (N,) for one matrix, (N, C) for one per class. Call `factor` first."""
-        if not self.factored:
-            raise NotFitted("The precision is not factorised: call factor(ridge) first.")
+        self.check_factored()
         with torch.autocast(phi.device.type, enabled=False):
             phi = phi.to(self.root.dtype)
             if self.num_matrices == 1:

@@ -29,21 +29,23 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from afield.laplace import NotFitted
+from afield.laplace import Accumulator
 
-_DATA, _FACTOR = ("data", "kept", "kept_weights"), ("basis", "inverse", "root", "floor")
 _SINGLE = 1e4  # the largest kappa at which float32 still has three digits of the variance
 _COLUMNS = 2048  # of one product in `variance`
 _ROWS = 8192  # examples copied at a time
 
 
-class LowRank(nn.Module):
+class LowRank(Accumulator):
     """`afield.laplace.Precision` for many classes, approximately: the same interface, without `downdate`.
 
     The order and the split of the examples do not matter, but among equal weights the first ones may stay. T and the
     total weights get every example; a class keeps an example as long as it is among its `rank` heaviest.
     """
 
+    SUMS = ("data", "kept", "kept_weights")
+    FACTORS = ("basis", "inverse", "root", "floor")
+    TOTALS = ("mass", "count")
     data: Tensor  # (1, D, D) = T, float64; (0, D, D) before the first update
     mass: Tensor  # (K,) total weight of each class, float64
     kept: Tensor  # (K, m, D) = Phi_S in the model's dtype, at least float32; empty places are zero, with weight zero
@@ -69,31 +71,6 @@ class LowRank(nn.Module):
         self.register_buffer("root", torch.zeros(0, rank, num_features))
         self.register_buffer("floor", torch.zeros(0))
         self.register_buffer("count", torch.zeros((), dtype=torch.int64))
-
-    @property
-    def fitted(self) -> bool:
-        return self.data.shape[0] > 0
-
-    @property
-    def factored(self) -> bool:
-        return self.root.shape[0] > 0
-
-    def reset(self) -> None:
-        """Forget all examples."""
-        self.free()
-        self.mass.zero_()
-        self.count.zero_()
-        self.stale()
-
-    def stale(self) -> None:
-        """Drop the factor: the data, the ridge or the noise has changed."""
-        for name in _FACTOR:
-            setattr(self, name, getattr(self, name)[:0].clone())
-
-    def free(self) -> None:
-        """Drop the data behind the factor: a copy that only predicts does not need it."""
-        for name in _DATA:
-            setattr(self, name, getattr(self, name)[:0].clone())
 
     def allocate(self) -> None:
         """Make room for the data, as zeros, unless it is there."""
@@ -192,11 +169,7 @@ class LowRank(nn.Module):
     @torch.no_grad()
     def factor(self, ridge: float, noise: float = 1.0) -> None:
         """U, 1 / d, B and 1 / kappa for the ridge r, formed in float64 and kept in the model's dtype."""
-        if not self.fitted:
-            raise NotFitted(
-                "The posterior is not fitted, so there is no variance yet. "
-                "Call afield.fit_posterior(model, train_loader), or head.observe(hidden) on your training data."
-            )
+        self.check_fitted()
         basis, diagonal = self.diagonal(ridge, noise)
         inverse, floor = 1 / diagonal, torch.zeros_like(self.mass)
         root = torch.empty_like(self.kept)
@@ -217,8 +190,7 @@ class LowRank(nn.Module):
 
     def variance(self, phi: Tensor) -> Tensor:
         """phi^T Hhat_k^-1 phi (N, K). Call `factor` first."""
-        if not self.factored:
-            raise NotFitted("The precision is not factorised: call factor(ridge) first.")
+        self.check_factored()
         with torch.autocast(phi.device.type, enabled=False):
             q = F.linear(phi.to(self.root.dtype), self.basis)
             first = F.linear(q.square(), self.inverse)
@@ -235,24 +207,24 @@ class LowRank(nn.Module):
         )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "LowRank":
-        before = {name: getattr(self, name) for name in (*_DATA, *_FACTOR, "mass")}
+        before = {name: getattr(self, name) for name in (*self.SUMS, *self.FACTORS, "mass")}
         super()._apply(fn, recurse)
         dtype = torch.promote_types(self.kept.dtype, torch.float32)  # half precision overflows at 1 / ridge
         for name, value in before.items():  # .half() and .float() must not cost the sums their digits
             wanted = dtype if name in ("kept", "kept_weights") else value.dtype
             setattr(self, name, value.to(self.kept.device, wanted))
         if dtype != before["kept"].dtype:
-            for name in _FACTOR:
+            for name in self.FACTORS:
                 setattr(self, name, getattr(self, name)[:0].to(dtype))
         return self
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        for name in (*_DATA, *_FACTOR):  # their first dimension tells whether they are there
+        for name in (*self.SUMS, *self.FACTORS):  # their first dimension tells whether they are there
             saved, own = state_dict.get(prefix + name), getattr(self, name)
             full = {"data": 1, "basis": self.num_features}.get(name, self.num_matrices)
             if saved is not None and saved.shape[1:] == own.shape[1:] and saved.shape[:1] in ((0,), (full,)):
                 # A factor that was kept in float64 stays so.
-                dtype = torch.promote_types(own.dtype, saved.dtype) if name in _FACTOR else own.dtype
+                dtype = torch.promote_types(own.dtype, saved.dtype) if name in self.FACTORS else own.dtype
                 setattr(self, name, own.new_zeros(saved.shape, dtype=dtype))
         super()._load_from_state_dict(state_dict, prefix, *args)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler, Subset, default_collate
 
 from afield.batch import device_of, evaluating, split_batch, track
@@ -42,7 +42,8 @@ def fit_posterior(
         raise ValueError("Moving averages of several processes do not add up: use momentum=None.")
     with evaluating(model):
         head.reset_posterior()
-        _share_statistics(model)
+        if _distributed():
+            share_statistics(model.net, skip=model.head)
         try:
             _fit(model, Hidden(model, _shard(loader, sharded), progress=progress), fast)
         except BaseException:
@@ -237,17 +238,15 @@ def _distributed() -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
-def _share_statistics(model: SNGP) -> None:
+def share_statistics(model: nn.Module, skip: nn.Module | None = None) -> None:
     """The first rank's buffers on all: DDP shares batch statistics before each step, but not after the last one.
 
-    Those of the head and of bounds are the same on every rank by their own doing.
+    Those of bounds are the same on every rank by their own doing; so are those of a module to `skip`.
     """
-    if _distributed():
-        own = set(map(id, model.head.modules()))
-        for name, module in model.net.named_modules():
-            if id(module) not in own and ".parametrizations" not in f".{name}":
-                for buffer in module.buffers(recurse=False):
-                    dist.broadcast(buffer, src=0)
+    own = set() if skip is None else set(map(id, skip.buffers()))
+    for name, buffer in model.named_buffers():
+        if id(buffer) not in own and "parametrizations" not in name.split("."):
+            dist.broadcast(buffer, src=0)
 
 
 def _reduce(precision: Precision | LowRank, residuals: Tensor) -> Tensor:

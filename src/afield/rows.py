@@ -112,9 +112,8 @@ def _record_batches(path: Path, columns: Sequence[str], id: str | None, size: in
             return
         from pyarrow import csv, types
 
-        with csv.open_csv(
-            path
-        ) as begin:  # which tells types by the first lines: whole numbers there may be broken ones
+        # The first lines tell the types: whole numbers there may be broken ones further down.
+        with csv.open_csv(path) as begin:
             schema = begin.schema
         _check_columns(path, schema.names, columns, id)
         whole = [f.name for f in schema if (types.is_integer(f.type) or types.is_null(f.type)) and f.name != id]

@@ -16,6 +16,7 @@ import contextlib
 import functools
 import io
 import json
+import shutil
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -131,6 +132,13 @@ def locked(folder: Path) -> Iterator[None]:
         raise Busy(
             f"{folder} is being written by another process. Wait for it, stop it, or choose another --out."
         ) from error
+
+
+def clear(folder: Path) -> None:
+    """Empty a folder that is held; its lock stays."""
+    for file in folder.iterdir():
+        if file.name != ".lock":
+            shutil.rmtree(file) if file.is_dir() else file.unlink()
 
 
 def write(path: Path, content: str | bytes) -> None:

@@ -8,7 +8,7 @@ the bounded ones written out: members that are trained or fitted again need a ne
 """
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -40,7 +40,8 @@ class Stack:
     @torch.no_grad()
     def predict(self, *args: Any, **kwargs: Any) -> Prediction:
         """The ensemble's prediction; probabilities of the members are in `members`."""
-        args, kwargs, _ = split_batch({**kwargs} if not args and kwargs else args, self._device)
+        if len(args) == 1 and isinstance(args[0], Mapping):  # as `SNGP.predict` takes it
+            args, kwargs, _ = split_batch({**args[0], **kwargs}, self._device)
 
         def one(tensors: Any) -> tuple[Tensor, Tensor]:
             return functional_call(self._member, tensors, args, kwargs)
