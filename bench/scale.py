@@ -2,19 +2,22 @@
 
     python -m bench.scale         about two minutes on two idle cores; writes results/scale.json, fills docs/scale.md
 
-pass      N/W (2 d D / r32 + 2 C D^2 / r64 (+ 2 D K / r32 for weights that need logits))      seconds, each worker
+pass      N/W (2 d D / r32 + D e + C D (D + B) / r64)      seconds, each worker
+          + N/W (2 D K / r32 + C D w) where the weights are not all 1
 reduce    8 C D^2 bytes of sums, once; a ring sends and receives 2 (W - 1)/W of that
 memory    8 C D^2 (sums) + 4 C D^2 (factor) + 4 d D (random features) bytes
-factor    C (1/3 + 1) D^3 / r64      seconds, on each worker
+factor    C (1/3 + 1) D^3 / rf      seconds, on each worker
 
-d hidden width, D random features, K classes, C matrices (1 shared, K one per class), r32 and r64 the machine's rates of
-matrix products, which are measured first.
+d hidden width, D random features, K classes, C matrices (1 shared, K one per class), B = 256 the rows of a block (half
+of a symmetric product is enough, in blocks). Measured first, at D = 1024: r32 and r64, the machine's rates of matrix
+products, rf, of a Cholesky factor and its inverse, and the seconds e of a cosine and w of a weight times a feature.
 """
 
 import json
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -25,6 +28,7 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 import afield
+from afield.laplace import BLOCK
 from afield.persist import write_file
 from bench.defaults import ROOT, fill, markdown
 from bench.speed.posterior import head_alone
@@ -45,19 +49,43 @@ def seconds(work: Callable[[], Any], repeats: int = 5) -> float:
     return median(times)
 
 
-def rate(dtype: torch.dtype, size: int = 1024) -> float:
-    """Operations a second of the product that the pass is made of."""
-    a = torch.randn(BATCH, size, dtype=dtype)
-    return 2 * BATCH * size * size / seconds(lambda: a.T @ a)
+@dataclass(frozen=True)
+class Rates:
+    """Of this machine: operations a second of products and of a factorisation, seconds of a cosine and of a weight."""
+
+    r32: float
+    r64: float
+    rf: float
+    cosine: float
+    weight: float
 
 
-def formulas(hidden: int, features: int, classes: int, covariance: str, r32: float, r64: float) -> dict[str, float]:
+def rates(size: int = 1024) -> Rates:
+    single, double = (torch.randn(BATCH, size, dtype=dtype) for dtype in (torch.float32, torch.float64))
+    w, gram, identity = double[:, :1], double.T @ double, torch.eye(size, dtype=torch.float64)
+
+    def factor() -> Tensor:
+        return torch.linalg.solve_triangular(torch.linalg.cholesky(gram), identity, upper=False).float()
+
+    return Rates(
+        2 * BATCH * size**2 / seconds(lambda: single.T @ single),
+        2 * BATCH * size**2 / seconds(lambda: double.T @ double),
+        4 / 3 * size**3 / seconds(factor),
+        seconds(lambda: (single.cos() * 0.1).double()) / single.numel(),
+        seconds(lambda: double * w) / double.numel(),
+    )
+
+
+def formulas(hidden: int, features: int, classes: int, covariance: str, r: Rates) -> dict[str, float]:
     """Seconds an example, of the factorisation; bytes of the sums and in memory."""
     matrices = classes if covariance == "per_class" else 1
-    logits = 2 * features * classes / r32 if covariance == "per_class" else 0.0
+    example = 2 * hidden * features / r.r32 + features * r.cosine
+    example += matrices * features * (features + min(BLOCK, features)) / r.r64
+    if covariance == "per_class":
+        example += 2 * features * classes / r.r32 + matrices * features * r.weight
     return {
-        "example_seconds": 2 * hidden * features / r32 + 2 * matrices * features**2 / r64 + logits,
-        "factor_seconds": matrices * 4 / 3 * features**3 / r64,
+        "example_seconds": example,
+        "factor_seconds": matrices * 4 / 3 * features**3 / r.rf,
         "reduced_bytes": 8 * matrices * features**2,
         "memory_bytes": 12 * matrices * features**2 + 4 * hidden * features,
     }
@@ -110,15 +138,15 @@ def _count(rank: int, folder: str, size: tuple[Any, ...]) -> None:
 
 
 def main() -> None:
-    r32, r64 = rate(torch.float32), rate(torch.float64)
+    found = rates()
     rows = [
-        {"size": size, "formula": formulas(*size, r32, r64), "measured": measured(*size)}  # type: ignore[call-arg]
+        {"size": size, "formula": formulas(*size, found), "measured": measured(*size)}  # type: ignore[call-arg]
         for size in SIZES
     ]
-    record = {"command": "python -m bench.scale", "r32": r32, "r64": r64, "threads": torch.get_num_threads()}
+    record = {"command": "python -m bench.scale", "threads": torch.get_num_threads(), "rates": asdict(found)}
     write_file(RECORD, (json.dumps(record | {"sizes": rows}, indent=1) + "\n").encode())
     fill(PAGE, "checked", checked(rows))
-    fill(PAGE, "huge", huge(r32, r64))
+    fill(PAGE, "huge", huge(found))
 
 
 def checked(rows: list[dict[str, Any]]) -> str:
@@ -138,11 +166,11 @@ def checked(rows: list[dict[str, Any]]) -> str:
     return markdown(table, left=4)
 
 
-def huge(r32: float, r64: float) -> str:
+def huge(found: Rates) -> str:
     """10^9 examples on workers as fast as this machine."""
     table = [["", "shared", "one per class"]]
     both = [
-        formulas(HUGE["hidden"], HUGE["features"], HUGE["classes"], covariance, r32, r64)
+        formulas(HUGE["hidden"], HUGE["features"], HUGE["classes"], covariance, found)
         for covariance in ("shared", "per_class")
     ]
     per_worker = HUGE["examples"] / HUGE["workers"]

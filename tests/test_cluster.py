@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -218,6 +219,32 @@ def test_ctrl_c_at_the_shell(where: str, address: str, tmp_path: Path, monkeypat
     assert said.splitlines()[-1] == "afield: stopped. The same command goes on after the last finished epoch."
     assert driver.returncode == 1
     _wait(lambda: all(_free(file.parent) for file in tmp_path.rglob("checkpoint.pt")))
+
+
+def test_a_ray_client_makes_what_local_processes_make(address: str, tmp_path: Path):
+    """ray://host:port, through a client server of the cluster; the driver is a process of its own."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    served = ["--address", address, "--host", "127.0.0.1", "--port", str(port)]
+    server = subprocess.Popen([sys.executable, "-m", "ray.util.client.server", *served], stderr=subprocess.DEVNULL)
+    words = ["sweep", "two-moons", "--preset", "smoke", "--epochs", "1", "--grid", "bound=0.5,2", "--amplitudes", "1.0"]
+    try:
+        _wait(lambda: _listens(port), 60)
+        for name, more in (("near", []), ("far", ["--cluster", f"ray://127.0.0.1:{port}"])):
+            command = [sys.executable, "-m", "afield.apps.cli", *words, "--out", str(tmp_path / name), *more]
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            assert done.returncode == 0, done.stderr
+    finally:
+        server.terminate()
+        server.wait()
+    choices = [(tmp_path / name / "two-moons-sngp-smoke-0" / "choice.toml").read_text() for name in ("near", "far")]
+    assert choices[0] == choices[1]
+
+
+def _listens(port: int) -> bool:
+    with socket.socket() as one:
+        return one.connect_ex(("127.0.0.1", port)) == 0
 
 
 # Without a cluster

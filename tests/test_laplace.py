@@ -60,6 +60,37 @@ def live_tensors() -> int:
     return sum(issubclass(type(o), torch.Tensor) for o in gc.get_objects())
 
 
+# Blocks of a triangle ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n", [3, 300])
+@pytest.mark.parametrize("num_features", [200, 256, 600])
+def test_blocks_make_the_whole_product(n, num_features):
+    """More features than a block has rows, and batches that are and are not worth blocks."""
+    phi, w, new = normal(n, num_features), uniform(n, 2, number=1), normal(40, num_features, number=2)
+    precision = fitted(phi, w)
+    expected = torch.stack([phi.T @ (phi * column[:, None]) for column in w.T])
+    torch.testing.assert_close(precision.data, expected, rtol=1e-11, atol=1e-11)
+    assert torch.equal(precision.data, precision.data.mT) or n < 256
+    inverse = torch.linalg.inv(expected + 0.5 * eye(num_features))
+    found = variance(precision, new, 0.5)
+    torch.testing.assert_close(found, torch.einsum("nd,kde,ne->nk", new, inverse, new), rtol=1e-9, atol=1e-9)
+    rough = Precision(num_features, 2)
+    rough.update(phi.float(), w.float(), fast=True)
+    torch.testing.assert_close(rough.data, expected, rtol=1e-4, atol=1e-4)
+    precision.downdate(phi, w)
+    torch.testing.assert_close(precision.data, torch.zeros_like(expected), rtol=0, atol=1e-10)
+
+
+def test_the_variance_has_a_gradient_also_at_zero_features():
+    precision = fitted(normal(300, 280))
+    precision.factor(1.0)
+    phi = torch.cat([torch.zeros(1, 280), normal(2, 280, number=1)]).requires_grad_()
+    precision.variance(phi).sum().backward()
+    inverse = torch.linalg.inv(precision.data[0] + eye(280))
+    torch.testing.assert_close(phi.grad, 2 * phi.detach() @ inverse, rtol=1e-9, atol=1e-9)
+
+
 # The variance is that of a Gaussian process ---------------------------------------------------------------------
 
 

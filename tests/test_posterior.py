@@ -3,6 +3,7 @@
 import copy
 import datetime
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -331,6 +332,27 @@ def test_a_second_look_from_memory_equals_recomputation(monkeypatch, name):
     afield.fit_posterior(model, loader)
     assert len(calls) == 2 * len(loader)
     same(cached, model)
+
+
+@pytest.mark.parametrize(("length_scale", "limit"), [(1.5, 2**30), (None, 400)])
+def test_memory_does_not_grow_with_the_examples(monkeypatch, length_scale, limit):
+    """One pass keeps no hidden vectors; two passes keep them up to a limit, and beyond it none."""
+    monkeypatch.setattr(posterior, "_CACHE_BYTES", limit)
+    model = make(length_scale=length_scale)
+    seen: list[weakref.ref[Tensor]] = []
+    kept: list[int] = []
+    model.net[1].register_forward_hook(lambda module, args, out: seen.append(weakref.ref(out)))
+
+    class Stream:
+        def __iter__(self) -> Iterator[Tensor]:
+            for number in range(30):
+                kept.append(sum(ref() is not None for ref in seen))
+                yield normal(8, 3, number=number)
+
+    afield.fit_posterior(model, Stream())
+    assert len(kept) == (30 if length_scale else 60)
+    update(model, Stream())
+    assert max(kept) <= 1
 
 
 # After deployment ------------------------------------------------------------------------------------------------

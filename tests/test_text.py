@@ -94,6 +94,23 @@ def test_trimming_cuts_exactly_the_common_padding(tiny: Path, generator: torch.G
     assert TransformerEncoder(tiny, pad=1).trimmed(torch.ones(2, 4, dtype=torch.int64)).shape == (2, 1)
 
 
+def test_a_large_batch_is_encoded_by_length_and_comes_back_in_order(tiny: Path, generator: torch.Generator):
+    net = encoder(tiny)
+    ids = random_ids(torch.randint(1, 33, (150,), generator=generator).tolist(), generator)
+    shapes: list[torch.Size] = []
+    net.body.register_forward_pre_hook(
+        lambda m, args, kwargs: shapes.append(kwargs["input_ids"].shape), with_kwargs=True
+    )
+    with torch.no_grad():
+        h = net(ids)
+        parts, shapes = shapes.copy(), []
+        alone = torch.cat([net(row[None]) for row in ids])
+    torch.testing.assert_close(h, alone, rtol=1e-9, atol=1e-10)
+    assert sum(rows for rows, _ in parts) == 150
+    assert len(parts) == 3
+    assert sum(rows * columns for rows, columns in parts) < 150 * 32 * 0.75
+
+
 def test_the_pooler_starts_as_the_identity_and_keeps_distances(tiny: Path, generator: torch.Generator):
     net = encoder(tiny)
     assert torch.equal(net.pooler.weight, torch.eye(16, dtype=torch.float64))

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -76,3 +77,9 @@ def peer(module: str) -> Any:
         return importlib.import_module(module)
     except ImportError as error:
         raise Missing(f"needs {module}: pip install --no-deps -r bench/requirements-peers.txt ({error})") from error
+
+
+def peak_memory() -> float:
+    """The most memory that this process ever had, in MB. Not ru_maxrss: a child starts with its parent's."""
+    status = Path("/proc/self/status").read_text(encoding="ascii")
+    return int(status.split("VmHWM:")[1].split()[0]) / 1024

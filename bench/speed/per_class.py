@@ -7,13 +7,13 @@ weight, 1.1 a class.
 """
 
 import functools
-import resource
 import subprocess
 import sys
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import ConcatDataset, DataLoader, TensorDataset
 
 import afield
 from afield.batch import evaluating
@@ -21,10 +21,10 @@ from afield.diagnose import variance_error
 from afield.methods.frozen import fit_linear
 from afield.tasks.clinc import clinc
 from afield.tasks.data import DataMissing
-from bench.speed.measure import Figures, Missing, compared, measure
+from bench.speed.measure import Figures, Missing, compared, measure, peak_memory, peer
 from bench.speed.posterior import BATCH, FEATURES, HIDDEN, data, head_alone
 
-CLASSES, RANK, TRAINING_RIDGE, NEW = 100, 128, 2e-3, 500
+CLASSES, FEW, RANK, TRAINING_RIDGE, NEW = 100, 10, 128, 2e-3, 500
 MANY, MANY_RANK = 1000, 256
 Batches = list[tuple[Tensor, Tensor]]
 
@@ -39,23 +39,24 @@ class Trained:
     new: Tensor
 
     def model(self, rank: int | None) -> afield.SNGP:
-        model = _untrained(self.train, rank)
+        model = _untrained(self.train, len(self.constant), rank)
         with torch.no_grad():
             model.head.weight.copy_(self.weight)
             model.head.constant.copy_(self.constant)  # type: ignore[union-attr]
         return model
 
 
-def _untrained(train: Batches, rank: int | None) -> afield.SNGP:
+def _untrained(train: Batches, classes: int, rank: int | None) -> afield.SNGP:
     torch.manual_seed(0)
-    net = nn.Sequential(nn.Identity(), nn.Linear(train[0][0].shape[1], CLASSES))
+    net = nn.Sequential(nn.Identity(), nn.Linear(train[0][0].shape[1], classes))
     model = afield.sngp(net, num_random_features=FEATURES, constant=True, covariance="per_class", rank=rank).eval()
     model.head.random_features.adapt(torch.cat([h for h, _ in train])[::4])
     return model
 
 
 @functools.cache
-def trained() -> Trained:
+def trained(classes: int = CLASSES) -> Trained:
+    """On the first intents."""
     try:
         task = clinc(0, "small")
     except (DataMissing, ImportError) as error:
@@ -68,16 +69,16 @@ def trained() -> Trained:
 
     (ids, y), (new, intent) = task.train.tensors, task.test.tensors  # type: ignore[attr-defined]
     oos = task.ood["oos"].tensors[0]  # type: ignore[attr-defined]
-    shown = y < CLASSES
+    shown = y < classes
     h, y = hidden(ids[shown]), y[shown]
     train = list(zip(h.split(BATCH), y.split(BATCH), strict=True))
-    order = torch.randperm(int((intent < CLASSES).sum()), generator=torch.Generator().manual_seed(0))[:NEW]
-    fresh = torch.cat([hidden(new[intent < CLASSES][order]), hidden(oos[::2][:NEW])])
-    return train_head(train, fresh)
+    order = torch.randperm(int((intent < classes).sum()), generator=torch.Generator().manual_seed(0))[:NEW]
+    fresh = torch.cat([hidden(new[intent < classes][order]), hidden(oos[::2][:NEW])])
+    return train_head(train, fresh, classes)
 
 
-def train_head(train: Batches, new: Tensor, ridge: float = TRAINING_RIDGE) -> Trained:
-    head, layer = _untrained(train, None).head, nn.Linear(FEATURES, CLASSES)
+def train_head(train: Batches, new: Tensor, classes: int, ridge: float = TRAINING_RIDGE) -> Trained:
+    head, layer = _untrained(train, classes, None).head, nn.Linear(FEATURES, classes)
     with torch.no_grad():
         features = [(head.features(h), y) for h, y in train]
     fit_linear(layer, features, ridge)
@@ -93,7 +94,7 @@ def sharpness(net: Trained) -> Figures:
     return {
         "pairs_above_1e-4": float(large.double().mean()),
         "weight_in_them": float(weight[large].sum() / weight.sum()),
-        "weight_a_class": float(weight.sum() / CLASSES),
+        "weight_a_class": float(weight.sum() / p.shape[1]),
     }
 
 
@@ -109,9 +110,9 @@ def errors(low: afield.SNGP, exact: afield.SNGP, net: Trained) -> Figures:
 
 
 @functools.cache
-def both() -> tuple[afield.SNGP, afield.SNGP, Trained, Figures]:
+def both(classes: int = CLASSES) -> tuple[afield.SNGP, afield.SNGP, Trained, Figures]:
     """Low-rank and exact, fitted; the network; and how far apart they are."""
-    net = trained()
+    net = trained(classes)
     low, exact = net.model(RANK), net.model(None)
     for model in (low, exact):
         afield.fit_posterior(model, net.train, progress=False)
@@ -130,6 +131,27 @@ def per_class_predict() -> Figures:
     low, exact, net, found = both()
     x = torch.cat([h for h, _ in net.train])
     return compared(lambda: low.predict(x), lambda: exact.predict(x), pairs=3) | found
+
+
+@measure("predict-laplace", "per-class predict, K = 10: laplace-torch KFAC, last layer / rank 128", 50, at_least=True)
+def predict_laplace() -> Figures:
+    """On the same random features, with the same output weights."""
+    Laplace = peer("laplace").Laplace
+    low, exact, net, found = both(FEW)
+    layer = nn.Linear(FEATURES, FEW)
+    layer.load_state_dict({"weight": net.weight, "bias": net.constant})
+    posterior = Laplace(
+        nn.Sequential(low.head.random_features, layer),
+        "classification",
+        subset_of_weights="last_layer",
+        hessian_structure="kron",
+    )
+    posterior.fit(DataLoader(ConcatDataset([TensorDataset(*batch) for batch in net.train]), BATCH))
+    x = torch.cat([h for h, _ in net.train])
+    ours = {
+        m: compared(lambda m=m: m.predict(x), lambda: posterior(x, link_approx="probit"), pairs=3) for m in (low, exact)
+    }
+    return ours[low] | {"ratio": 1 / ours[low]["ratio"], "exact_ratio": 1 / ours[exact]["ratio"]} | found
 
 
 @measure("per-class-exact", "exact per-class fit and predict, K = 100, N = 10k / bare loops over the classes", 1.10)
@@ -182,7 +204,7 @@ def memory() -> float:
     assert variance is not None
     assert variance.shape == (BATCH, MANY)
     assert bool((variance > 0).all())
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    return peak_memory()
 
 
 @measure("per-class-1000", "per-class fit and predict, K = 1000, rank 256: most memory, MB", 4096, figure="memory_mb")

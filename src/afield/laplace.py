@@ -48,6 +48,7 @@ CURVATURES: Registry[Callable[[Tensor], Tensor]] = Registry(
 )
 COVARIANCES = ("shared", "per_class")
 CURVATURE_CHOICES = ("auto", "likelihood", "unit")
+BLOCK = 256  # rows of a triangle that are multiplied at once: enough for a matrix product to run at full speed
 
 
 def choose_curvature(curvature: str, likelihood: str, covariance: str) -> str:
@@ -226,8 +227,8 @@ class Precision(Accumulator):
         with torch.autocast(phi.device.type, enabled=False):
             phi = phi.to(self.root.dtype)
             if self.num_matrices == 1:
-                return F.linear(phi, self.root[0]).square().sum(-1)
-            return torch.stack([F.linear(phi, root).square().sum(-1) for root in self.root], dim=-1)
+                return _squared_norm(phi, self.root[0])
+            return torch.stack([_squared_norm(phi, root) for root in self.root], dim=-1)
 
     def allocate(self) -> None:
         """Make room for the data term, as zeros, unless it is there."""
@@ -240,11 +241,7 @@ class Precision(Accumulator):
         columns = [None] * self.num_matrices if weights is None else weights.to(phi.dtype).unbind(-1)
         for data, w in zip(self.data, columns, strict=True):
             with torch.autocast(phi.device.type, enabled=False):
-                weighted = phi if w is None else phi * w[:, None]
-                if phi.dtype == data.dtype:
-                    data.addmm_(weighted.T, phi, alpha=sign)
-                else:
-                    data.add_(weighted.T @ phi, alpha=sign)
+                _add_products(data, phi if w is None else phi * w[:, None], phi, sign)
 
     def _refuse_moving_average(self, what: str) -> None:
         if self.momentum is not None:
@@ -269,3 +266,29 @@ class Precision(Accumulator):
 
     def extra_repr(self) -> str:
         return f"{self.num_matrices} x {self.num_features} x {self.num_features}, count={int(self.count)}"
+
+
+def _blocks(size: int) -> list[tuple[int, int]]:
+    """(start, end) of blocks of rows; of a triangle, each needs the columns before its end only."""
+    return [(start, min(start + BLOCK, size)) for start in range(0, size, BLOCK)]
+
+
+def _squared_norm(phi: Tensor, root: Tensor) -> Tensor:
+    """|L^-1 phi|^2 (N,); L^-1 is lower triangular."""
+    norms = [
+        torch.linalg.vector_norm(F.linear(phi[:, :end], root[start:end, :end]), dim=-1)
+        for start, end in _blocks(len(root))
+    ]
+    return sum((norm.square() for norm in norms[1:]), start=norms[0].square())
+
+
+def _add_products(data: Tensor, weighted: Tensor, phi: Tensor, sign: float) -> None:
+    """data += sign * weighted^T phi, which is symmetric: the lower blocks are computed, the upper ones copied."""
+    size = len(data)
+    for start, end in _blocks(size) if len(phi) >= BLOCK else [(0, size)]:  # a small batch is not worth the copy
+        left, right, block = weighted[:, start:end].T, phi[:, :end], data[start:end, :end]
+        if phi.dtype == data.dtype:
+            block.addmm_(left, right, alpha=sign)
+        else:
+            block.add_(left @ right, alpha=sign)
+        data[:start, start:end] = block[:, :start].T

@@ -45,7 +45,8 @@ def fit_posterior(
         if _distributed():
             share_statistics(model.net, skip=model.head)
         try:
-            _fit(model, Hidden(model, _shard(loader, sharded), progress=progress), fast)
+            twice = not head.random_features.adapted
+            _fit(model, Hidden(model, _shard(loader, sharded), keep=twice, progress=progress), fast)
         except BaseException:
             head.reset_posterior()  # part of the data is worse than none: it would answer as if it were all
             raise
@@ -105,16 +106,19 @@ def _revise(model: SNGP, loader: Iterable[Any], change: Any, progress: bool | No
     if not model.head.precision.fitted:
         raise NotFitted("The posterior is not fitted: call afield.fit_posterior(model, train_loader) first.")
     with evaluating(model):
-        for h, _ in Hidden(model, loader, progress=progress):
+        for h, _ in Hidden(model, loader, keep=False, progress=progress):
             change(h)
     return model.head.num_observed
 
 
 class Hidden:
-    """Hidden vectors and targets of a loader, batch by batch; iterated again, from memory if they fit."""
+    """Hidden vectors and targets of a loader, batch by batch; iterated again, from memory if they fit.
 
-    def __init__(self, model: SNGP, loader: Iterable[Any], *, progress: bool | None = None) -> None:
-        self.model, self.loader, self.progress = model, loader, progress
+    keep  whether to keep them for that; who needs one pass alone keeps the memory constant
+    """
+
+    def __init__(self, model: SNGP, loader: Iterable[Any], *, keep: bool = True, progress: bool | None = None) -> None:
+        self.model, self.loader, self.keep, self.progress = model, loader, keep, progress
         self.device = device_of(model)
         self.odd_target = ""  # what stood in place of targets
         self._cache: list[tuple[Tensor, Tensor | None]] | None = None
@@ -125,7 +129,7 @@ class Hidden:
                 yield h.to(self.device), None if target is None else target.to(self.device)
             return
         cache: list[tuple[Tensor, Tensor | None]] = []
-        size = rows = 0
+        keep, size, rows = self.keep, 0, 0
         for batch in track(self.loader, "hidden features", show=self.progress):
             args, kwargs, target = split_batch(batch, self.device)
             h = self.model.hidden(*args, **kwargs)
@@ -136,10 +140,12 @@ class Hidden:
             if target is not None and target.shape[:1] != h.shape[:1]:
                 raise ValueError(f"A batch has {h.shape[0]} inputs and targets of shape {tuple(target.shape)}.")
             size += h.nbytes
-            if size <= _CACHE_BYTES:
+            if keep and size > _CACHE_BYTES:
+                keep, cache = False, []
+            if keep:
                 cache.append((h.cpu(), None if target is None else target.cpu()))
             yield h, target
-        if size <= _CACHE_BYTES:
+        if keep:
             self._cache = cache
 
     def without_target(self, what: str) -> ValueError:
