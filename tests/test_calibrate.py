@@ -150,25 +150,29 @@ def best_loss(model: afield.SNGP, x: Tensor, y: Tensor, a2: float) -> Tensor:
     return loss(found.x)
 
 
-@pytest.mark.parametrize("number", range(4))
-def test_the_variance_keeps_its_say_where_the_held_out_loss_is_flat_in_it(number):
+def test_the_variance_keeps_its_say_where_the_held_out_loss_is_flat_in_it():
     """On a sphere all in-domain variances are alike, so a larger scale makes up for any amplitude: the log loss alone
     may as well choose zero, and the model would then be as sure far away. The rule takes the largest amplitude that
-    held-out data cannot tell from the best.
+    held-out data cannot tell from the best; where chance tells them apart (a few draws in twenty), the floor is left.
     """
     model = afield.attach(dense(gain=8.0), num_random_features=1024, generator=seed(), length_scale=2.0)
     afield.fit_posterior(model, [2 * F.normalize(normal(2000, 4))])
-    x = 2 * F.normalize(normal(600, 4, number=number))
-    y = draw(F.softmax(model(x) / 4, -1), number)
-    found = afield.calibrate(model, [(x, y)])
-    inside, outside = (model.predict(part).variance.median() for part in (x, 3 * x))
-    assert MEAN_FIELD_FACTOR * float(inside) > 1
-    assert float(outside) > 10 * float(inside)
+    shrinkage = []
+    for number in range(9):
+        x = 2 * F.normalize(normal(600, 4, number=number))
+        y = draw(F.softmax(model(x) / 4, -1), number)
+        found = afield.calibrate(model, [(x, y)])
+        inside, outside = (model.predict(part) for part in (x, 3 * x))
+        assert float(outside.variance.median()) > 10 * float(inside.variance.median())
+        assert float(outside.confidence.mean()) < float(inside.confidence.mean()) - 0.25
+        shrinkage.append(MEAN_FIELD_FACTOR * float(inside.variance.median()))
 
-    fit = torch.randperm(600, generator=seed())[:400]
-    none, chosen = (best_loss(model, x[fit], y[fit], a2) for a2 in (1e-12, found.amplitude**2))
-    difference = chosen - none
-    assert float(difference.mean()) < (STANDARD_ERRORS + 0.5) * float(difference.std()) / 20
+        fit = torch.randperm(600, generator=seed())[:400]
+        none, chosen = (best_loss(model, x[fit], y[fit], a2) for a2 in (1e-12, found.amplitude**2))
+        difference = chosen - none
+        assert float(difference.mean()) < (STANDARD_ERRORS + 1) * float(difference.std()) / 20
+    assert min(shrinkage) > 0.09
+    assert sum(s > 1 for s in shrinkage) >= 6
 
 
 def test_far_away_a_calibrated_gaussian_process_knows_nothing():

@@ -12,7 +12,10 @@ from torch import Tensor, nn
 import afield
 from afield.spectral import Residual
 
-pytestmark = pytest.mark.slow
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning"),  # torch's own
+]
 BACKEND = "inductor" if shutil.which("g++") else "aot_eager"
 
 
@@ -26,14 +29,14 @@ def network(kind: str) -> tuple[afield.SNGP, Tensor, Tensor]:
     torch.manual_seed(0)
     if kind == "dense":
         net = nn.Sequential(nn.Linear(5, 16), Residual(nn.Sequential(nn.Linear(16, 16), nn.ReLU())), nn.Linear(16, 3))
-        x = torch.randn(40, 5)
+        x = torch.randn(60, 5)
     else:
         convolution = nn.Conv2d(1, 6, 3, padding=1, stride=2)
         net = nn.Sequential(convolution, nn.BatchNorm2d(6), nn.ReLU(), nn.Flatten(), nn.Linear(96, 3))
-        x = torch.randn(40, 1, 8, 8)
+        x = torch.randn(60, 1, 8, 8)
     model = afield.sngp(net.double(), 0.9, num_random_features=300)
     model(x.double())  # takes the length scale
-    return model, x.double(), torch.arange(40) % 3
+    return model, x.double(), torch.arange(60) % 3
 
 
 def train(model: nn.Module, forward: nn.Module, x: Tensor, y: Tensor) -> None:
@@ -56,7 +59,7 @@ def test_compiled_training_and_prediction_are_the_eager_ones(kind: str):
     afield.fit_posterior(model, [(x[:30], y[:30])])
     afield.calibrate(model, [(x[30:], y[30:])])
     compiled = torch.compile(model.predict, backend=BACKEND)
-    for inputs in (x, 100 * x[:7]):
+    for inputs in (x + 0.1, 100 * x[:7]):  # of reference inputs, a rounding could move the p-value by a step
         expected, found = model.predict(inputs), compiled(inputs)
         assert expected.p_value is not None
         for name, value in expected.numpy().items():

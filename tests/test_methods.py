@@ -15,9 +15,10 @@ from sklearn.linear_model import LogisticRegression, Ridge
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
+import afield
 from afield.backbones.resffn import ResFFN
 from afield.engine import fit
-from afield.methods import METHODS, ensemble, gradient_penalty, isomax_plus, mc_dropout
+from afield.methods import METHODS, ensemble, frozen, gradient_penalty, isomax_plus, mc_dropout
 from afield.methods.average import average
 from afield.methods.dropout import SampledDropout
 from afield.methods.frozen import fit_linear
@@ -448,3 +449,29 @@ def test_frozen_methods_leave_the_backbone_alone_and_attach_keeps_the_classes(tw
         assert all(torch.equal(before[key], after[key]) for key in before)
         labels[name] = METHODS[name].predict(model, x).labels
     assert torch.equal(labels["frozen-dnn"], labels["frozen-attach"])
+
+
+@pytest.mark.parametrize("name", ["frozen-dnn", "frozen-attach", "frozen-gp"])
+def test_a_frozen_backbone_sees_every_input_once(name: str, two_moons: Task, monkeypatch: pytest.MonkeyPatch):
+    seen: list[Tensor] = []
+
+    def backbone() -> nn.Module:
+        made = two_moons.backbone()
+        made.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+        return made
+
+    task, method = dataclasses.replace(two_moons, backbone=backbone), METHODS[name]
+    seen.clear()
+    model = fit(task, method, seed=0)
+    x = torch.cat([task.test.tensors[0], task.train.tensors[0], task.test.tensors[0].flip(0)])
+    prediction = method.predict(model, x)
+    inputs = torch.cat(seen)
+    assert len(inputs) == len(inputs.unique(dim=0))
+    parts = [task.train, task.test] if name == "frozen-dnn" else [task.train, task.val, task.test]
+    assert len(inputs) == len(torch.cat([part.tensors[0] for part in parts]).unique(dim=0))
+    whole = model.predict(x).logits if isinstance(model, afield.SNGP) else model.eval()(x)
+    torch.testing.assert_close(prediction.logits, whole)
+    monkeypatch.setattr(frozen, "_MOST_BYTES", 0)
+    frozen._MEMORY.clear()
+    torch.testing.assert_close(method.predict(model, x).logits, whole)
+    assert not frozen._MEMORY[next(iter(frozen._MEMORY))]

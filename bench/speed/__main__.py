@@ -11,7 +11,7 @@ from bench.defaults import ROOT, fill, markdown
 from bench.speed import ensembles, networks, per_class, posterior  # noqa: F401 (they register their measures)
 from bench.speed.measure import MEASURES, Missing
 
-RECORDS, PAGE = ROOT / "bench" / "results", ROOT / "docs" / "speed.md"
+RECORDS, PAGES = ROOT / "bench" / "results", (ROOT / "README.md", ROOT / "docs" / "speed.md")
 
 
 def main() -> None:
@@ -34,7 +34,8 @@ def main() -> None:
         record |= {"torch": torch.__version__, "threads": torch.get_num_threads(), "machine": platform.machine()}
         write_file(file, (json.dumps(record, indent=1) + "\n").encode())
         print(f"  {figures} target {one.wanted}: {'met' if one.met(figures) else 'MISSED'}", flush=True)
-    fill(PAGE, "speed", table())
+    for page in PAGES:
+        fill(page, "speed", table())
 
 
 def table() -> str:

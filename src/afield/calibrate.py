@@ -4,7 +4,7 @@
 
 Held-out in-domain data cannot see what the variance is for: its log loss is flat in the amplitude a, and minimising
 it alone often drives a to zero. So every a on a grid gets its own best s, and of all amplitudes that the data cannot
-tell from the best one (a paired comparison of the log loss, one standard error) a classifier takes the *largest*:
+tell from the best one (a paired test of the log loss, at 5%) a classifier takes the *largest*:
 its probabilities stay as good, and distance keeps its say. Regression and rates take the amplitude nearest to 1, the
 prior's own, and regression fits the noise variance in place of s.
 
@@ -31,7 +31,7 @@ from afield.posterior import Hidden, check_target
 from afield.predictive import MEAN_FIELD_FACTOR, Prediction, shrink
 from afield.registry import Registry
 
-STANDARD_ERRORS = 1.0
+STANDARD_ERRORS = 1.645  # by which a mean exceeds another in one case of twenty
 _FEWEST = 20
 # a^2 pi/8 times the median variance, for classes: beyond 10 the shrinkage has its limiting shape, where a larger
 # amplitude with a larger scale gives the same probabilities.

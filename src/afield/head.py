@@ -136,6 +136,7 @@ class GaussianProcessHead(nn.Module):
         # Sorted held-out scores, and the number of examples observed when they were taken.
         self.register_buffer("reference", torch.zeros(0, dtype=torch.float64))
         self.register_buffer("reference_count", torch.zeros((), dtype=torch.int64))
+        self._seen: list[Tensor] | None = None
 
     def _check_rank(self, rank: int, momentum: float | None) -> None:
         """A low rank is for many precisions that differ."""
@@ -163,16 +164,20 @@ class GaussianProcessHead(nn.Module):
 
     def forward(self, h: Tensor) -> Tensor:
         """The logits f (N, K). No side effect on the posterior, ever."""
-        if not torch.compiler.is_compiling() and (seen := _CAPTURED.get()) is not None:
+        if (seen := self._seen if torch.compiler.is_compiling() else _CAPTURED.get()) is not None:
             seen.append(h)
             return h.new_zeros(h.shape[0], self.out_features)
         return self._mean(h, None)
 
-    @staticmethod
     @contextlib.contextmanager
-    def capture() -> Iterator[list[Tensor]]:
+    def capture(self) -> Iterator[list[Tensor]]:
         """Collect the hidden vectors that reach a head in this thread, in place of computing the logits twice."""
         seen: list[Tensor] = []
+        if torch.compiler.is_compiling():  # no tracer follows a ContextVar; nor do threads share a trace
+            self._seen = seen
+            yield seen
+            self._seen = None
+            return
         token = _CAPTURED.set(seen)
         try:
             yield seen

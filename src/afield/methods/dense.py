@@ -50,8 +50,13 @@ def bound_rules(settings: Settings) -> BoundRules:
 def predict(model: nn.Module, x: Any) -> Prediction:
     assert isinstance(model, nn.Sequential)
     with evaluating(model):
-        hidden = model[0](x)
-        output = model[1](hidden)
+        return predict_hidden(model, model[0](x))
+
+
+@torch.no_grad()
+def predict_hidden(model: nn.Sequential, hidden: Tensor) -> Prediction:
+    """From the hidden vectors on."""
+    output = model[1](hidden)
     if isinstance(model, Dense) and model.likelihood == "gaussian":
         variance = torch.zeros_like(output[:, 0])
         return Prediction(output, variance, features=hidden, noise=float(model.noise), likelihood="gaussian")

@@ -1,13 +1,16 @@
-"""A frozen backbone: only the output layer is fitted, by convex optimisation on hidden vectors that are seen once.
+"""A frozen backbone: only the output layer is fitted, by convex optimisation on hidden vectors.
 
 frozen-dnn      a dense layer:  min over W, c   sum_i -log p(y_i | W h_i + c) + r/2 |W|^2
 frozen-attach   the same layer, kept as the mean, with a variance over its hidden vectors by `afield.attach`
 frozen-gp       a Gaussian-process output layer by `afield.fit_head`
 
 Minutes, where a fine-tuned network takes hours, and as good as the backbone is: meant for pretrained ones. r is the
-settings' ridge; their bound, epochs and learning rates do not matter.
+settings' ridge; their bound, epochs and learning rates do not matter. Most of the time goes into the backbone, which
+sees every input once: fitting and predicting remember its hidden vectors.
 """
 
+import hashlib
+import weakref
 from collections.abc import Iterable
 from typing import Any
 
@@ -18,14 +21,17 @@ from torch import Tensor, nn
 from afield.batch import evaluating
 from afield.calibrate import calibrate
 from afield.convert import SNGP, attach, sngp
-from afield.methods.dense import Dense, fit_noise, predict
-from afield.methods.gp import of_head, predict_gp
+from afield.methods.dense import Dense, fit_noise, predict_hidden
+from afield.methods.gp import of_head
 from afield.methods.method import BackboneFactory, Method
 from afield.posterior import fit_posterior
+from afield.predictive import Prediction
 from afield.solve import fit_head
 from afield.tasks.task import Settings
 
 _STEPS = 100
+_MOST_BYTES = 2**30  # of hidden vectors that are remembered
+_MEMORY: "weakref.WeakKeyDictionary[nn.Module, dict[bytes, Tensor]]" = weakref.WeakKeyDictionary()
 Examples = list[tuple[Tensor, Tensor]]
 
 
@@ -39,6 +45,10 @@ def frozen_dense() -> Method:
         assert isinstance(model, Dense)
         fit_linear(model[1], hidden(model[0], train), settings.ridge)  # type: ignore[arg-type]
         fit_noise(model, train, val, settings)
+
+    def predict(model: nn.Module, x: Any) -> Prediction:
+        assert isinstance(model, Dense)
+        return predict_hidden(model, recall(model[0], x))
 
     return Method(build, predict, None, finish)
 
@@ -56,7 +66,7 @@ def frozen_attach() -> Method:
         fit_posterior(head, seen, progress=False)
         calibrate(head, held_out, amplitude=settings.amplitude, progress=False)
 
-    return Method(build, predict_gp, None, finish)
+    return Method(build, _predict, None, finish)
 
 
 def frozen_gp() -> Method:
@@ -71,7 +81,7 @@ def frozen_gp() -> Method:
         fit_posterior(head, seen, progress=False)
         calibrate(head, held_out, amplitude=settings.amplitude, progress=False)
 
-    return Method(build, predict_gp, None, finish)
+    return Method(build, _predict, None, finish)
 
 
 def fit_linear(layer: nn.Linear, examples: Examples, ridge: float) -> None:
@@ -106,17 +116,38 @@ def fit_linear(layer: nn.Linear, examples: Examples, ridge: float) -> None:
 
 def hidden(backbone: nn.Module, batches: Iterable[Any]) -> Examples:
     """Hidden vectors and targets, batch by batch."""
+    return [(recall(backbone, x), y) for x, y in batches]
+
+
+def recall(backbone: nn.Module, x: Tensor) -> Tensor:
+    """The hidden vectors of x: of inputs that this backbone has seen, from memory."""
+    memory = _MEMORY.setdefault(backbone, {})
+    keys = [hashlib.blake2b(row.tobytes(), digest_size=16).digest() for row in x.cpu().numpy()]
+    new = {key: index for index, key in enumerate(keys) if key not in memory}
     with evaluating(backbone):
-        return [(backbone(x), y) for x, y in batches]
+        found = dict(zip(new, backbone(x[list(new.values())]), strict=True)) if new else {}
+    known = memory | found
+    if sum(h.nbytes for h in known.values()) <= _MOST_BYTES:
+        memory |= found
+    return torch.stack([known[key] for key in keys])
+
+
+def _predict(model: nn.Module, x: Any) -> Prediction:
+    assert isinstance(model, SNGP)
+    return _head_alone(model).predict(recall(_backbone(model), x))
 
 
 def _hidden_of(model: nn.Module, *loaders: Iterable[Any]) -> list[Examples]:
+    return [hidden(_backbone(model), loader) for loader in loaders]
+
+
+def _backbone(model: nn.Module) -> nn.Module:
     assert isinstance(model, SNGP)
     assert isinstance(model.net, nn.Sequential)
-    return [hidden(model.net[0], loader) for loader in loaders]
+    return model.net[0]
 
 
 def _head_alone(model: nn.Module) -> SNGP:
-    """The model's own head as a model of hidden vectors: the backbone runs once, not once a step."""
+    """The model's own head as a model of hidden vectors."""
     assert isinstance(model, SNGP)
     return SNGP(model.head, "", kind=model.kind, settings=model.settings, reasons={})
