@@ -162,7 +162,7 @@ def test_reads_of_ten_genera():
     assert [part.tensors[1].bincount().tolist() for part in parts] == [[n] * 10 for n in (4000, 1000, 1000, 1000)]
     assert task.ood["genera"].tensors[0].shape == (8000, 250)
     assert int(task.train.tensors[0].max()) == 3
-    assert task.settings.bound == 10.0
+    assert RECIPE.settings_for("paper").bound == 10.0
     # A read in two parts would be answered from memory. Homologous regions leave a handful.
     seen = {read.tobytes() for read in task.train.tensors[0].numpy()}
     for part in parts[1:]:
