@@ -1,4 +1,4 @@
-"""`python -m bench.speed`: run the measures that have no record, then write the table."""
+"""`python -m bench.speed`: run the measures, keep a record of each, then write the table."""
 
 import argparse
 import json
@@ -17,12 +17,12 @@ RECORDS, PAGES = ROOT / "bench" / "results", (ROOT / "README.md", ROOT / "docs" 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.speed", description=__doc__)
     parser.add_argument("names", nargs="*", help=f"of {', '.join(MEASURES)}; none given: all")
-    parser.add_argument("--fresh", action="store_true", help="measure again what has a record")
+    parser.add_argument("--missing", action="store_true", help="leave out what has a record")
     given = parser.parse_args()
     RECORDS.mkdir(exist_ok=True)
     for name in given.names or MEASURES:
         one, file = MEASURES[name], RECORDS / f"{name}.json"
-        if file.exists() and not given.fresh:
+        if given.missing and file.exists():
             continue
         print(f"{name}: {one.what} ...", flush=True)
         try:
@@ -45,7 +45,9 @@ def table() -> str:
         file = RECORDS / f"{name}.json"
         if file.exists():
             record = json.loads(file.read_text(encoding="utf-8"))
-            rows.append([one.what, one.wanted, f"{record[one.figure]:.3g}" + " (missed)" * (not record["met"])])
+            value = record[one.figure]
+            shown = f"{value:.3g}" if value < 1000 else f"{value:.0f}"
+            rows.append([one.what, one.wanted, shown + " (missed)" * (not record["met"])])
     return markdown(rows, left=1)
 
 
