@@ -382,3 +382,14 @@ def test_predictions_file_needs_no_pickle(made: runs.Run):
     with np.load(made.folder / "predictions.npz", allow_pickle=False) as arrays:
         assert all(arrays[name].dtype != object for name in arrays.files)
     assert json.loads((made.folder / "metrics.json").read_text())["metrics"] == made.metrics
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_the_members_of_an_ensemble_are_runs_of_the_single_model(task: str):
+    """With the settings that the single model has by itself: else its folder would be refused."""
+    for method, made in METHODS.items():
+        if made.members is None:
+            continue
+        ensemble = Config.of(task, method, seed=1)
+        for member in ensemble.members:
+            assert member == Config.of(task, member.method, seed=member.seed), f"{method} on {task}"

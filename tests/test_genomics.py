@@ -88,7 +88,7 @@ def test_convolution_and_dense_layer_are_bounded():
             for layer in bounded.values():
                 next(iter(layer.parametrizations.weight.parameters())).mul_(1.0)  # type: ignore[union-attr]
     for layer in bounded.values():
-        assert operator_norm(layer) == pytest.approx(10.0, rel=0.02)
+        assert operator_norm(layer) == pytest.approx(RECIPE.settings_for("small").bound, rel=0.02)
 
 
 @pytest.mark.parametrize("codes", [torch.zeros(2, 4, dtype=torch.uint8), torch.zeros(2, 50), torch.zeros(50).long()])
