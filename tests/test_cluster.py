@@ -17,6 +17,7 @@ import torch
 from afield import cluster, runs
 from afield.apps.cli import main
 from afield.experiment import Config, read_log, run
+from afield.fabric import free_port
 from afield.fanout import make_afar, run_all
 from afield.rows import arrow
 
@@ -223,9 +224,7 @@ def test_ctrl_c_at_the_shell(where: str, address: str, tmp_path: Path, monkeypat
 
 def test_a_ray_client_makes_what_local_processes_make(address: str, tmp_path: Path):
     """ray://host:port, through a client server of the cluster; the driver is a process of its own."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     served = ["--address", address, "--host", "127.0.0.1", "--port", str(port)]
     server = subprocess.Popen([sys.executable, "-m", "ray.util.client.server", *served], stderr=subprocess.DEVNULL)
     words = ["sweep", "two-moons", "--preset", "smoke", "--epochs", "1", "--grid", "bound=0.5,2", "--amplitudes", "1.0"]

@@ -6,7 +6,6 @@ import itertools
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -31,7 +30,7 @@ from afield import distributed, fabric, runs
 from afield.apps.cli import main
 from afield.engine import _Shares, batches, fit
 from afield.experiment import Config, run
-from afield.fabric import Processes, connect
+from afield.fabric import Processes, connect, free_port
 from afield.methods import METHODS, Method
 from afield.runs import Run
 from afield.spectral import bound_of
@@ -202,7 +201,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("ranks")
     with warnings.catch_warnings():  # forked: what this process has imported they have, too
         warnings.filterwarnings("ignore", ".*fork", DeprecationWarning)
-        two = mp.start_processes(worker, (folder, free_port()), nprocs=2, start_method="fork", join=False)
+        two = mp.start_processes(worker, (folder, str(free_port())), nprocs=2, start_method="fork", join=False)
     with pytest.raises(mp.ProcessExitedException) as died:
         two.join(grace_period=60)
     assert two.processes[0].exitcode == 0
@@ -218,12 +217,6 @@ def made(folder: Path) -> list[dict[str, Any]]:
 @pytest.fixture(scope="module")
 def one(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return run(Config.of(**CONFIG), tmp_path_factory.mktemp("one"))
-
-
-def free_port() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
 
 
 def bitwise(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
@@ -417,7 +410,7 @@ def test_one_folder_and_one_table_however_it_is_started(command: tuple[str, ...]
 
 @pytest.mark.slow
 def test_slurm(tmp_path: Path):
-    port = free_port()
+    port = str(free_port())
     job = {"SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2", "SLURM_JOB_NAME": "afield", "SLURM_JOB_ID": "1234"}
     job |= {"SLURM_NODEID": "0", "SLURM_NODELIST": "127.0.0.1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     ranks = [{"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)} for rank in BOTH]

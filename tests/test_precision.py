@@ -33,7 +33,7 @@ for epoch in range(15):
         optimizer.step()
 
 far = [torch.rand_like(x[:300]), 3 * torch.randn_like(x[:100])]
-inputs, answers = torch.cat([x[1200:], *far]), []
+inputs = torch.cat([x[1200:], *far])
 afield.fit_posterior(model, [train])
 full = model.predict(inputs)
 with lower:

@@ -34,8 +34,9 @@ def main() -> None:
         record |= {"torch": torch.__version__, "threads": torch.get_num_threads(), "machine": platform.machine()}
         write_file(file, (json.dumps(record, indent=1) + "\n").encode())
         print(f"  {figures} target {one.wanted}: {'met' if one.met(figures) else 'MISSED'}", flush=True)
+    text = table()
     for page in PAGES:
-        fill(page, "speed", table())
+        fill(page, "speed", text)
 
 
 def table() -> str:

@@ -58,13 +58,15 @@ class Config:
     preset: str = "small"
     settings: Settings = Settings()
 
+    def __post_init__(self) -> None:
+        if METHODS[self.method].members is None:  # a single model has no use for a number of members
+            object.__setattr__(self, "settings", replace(self.settings, members=Settings.members))
+
     @staticmethod
     def of(task: str, method: str = "sngp", *, preset: str = "small", **rest: Any) -> "Config":
         """The task's own settings, but for those given by name; seed and data_seed as well."""
         own = {name: rest.pop(name) for name in ("seed", "data_seed") if name in rest}
         settings = _replaced(TASKS[task].settings_for(preset, method), rest)
-        if METHODS[method].members is None:  # a single model has no use for a number of members
-            settings = replace(settings, members=Settings.members)
         return Config(task, method, **own, preset=preset, settings=settings)
 
     @staticmethod
@@ -92,8 +94,7 @@ class Config:
         if members is None:
             return []
         base, size = _name(members.method), members.size or self.settings.members
-        settings = replace(self.settings, members=Settings.members)
-        return [replace(self, method=base, seed=self.seed * size + i, settings=settings) for i in range(size)]
+        return [replace(self, method=base, seed=self.seed * size + i) for i in range(size)]
 
     @property
     def twin(self) -> "Config | None":

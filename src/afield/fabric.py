@@ -68,7 +68,7 @@ def launch(processes: Processes, function: Callable[..., None], *args: Any) -> N
             "or set MASTER_ADDR, MASTER_PORT and NODE_RANK (from 0)."
         )
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-    port = os.environ.get("MASTER_PORT") or str(_free_port())
+    port = os.environ.get("MASTER_PORT") or str(free_port())
     context = torch.multiprocessing.start_processes(
         _work_at, (port, processes, function, args), nprocs=processes.devices, join=False
     )
@@ -156,7 +156,8 @@ def _lightning() -> Any:
     return lightning.fabric
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port that nobody listens on."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -241,7 +241,7 @@ class Precision(Accumulator):
         columns = [None] * self.num_matrices if weights is None else weights.to(phi.dtype).unbind(-1)
         for data, w in zip(self.data, columns, strict=True):
             with torch.autocast(phi.device.type, enabled=False):
-                _add_products(data, phi if w is None else phi * w[:, None], phi, sign)
+                add_products(data, phi if w is None else phi * w[:, None], phi, sign)
 
     def _refuse_moving_average(self, what: str) -> None:
         if self.momentum is not None:
@@ -282,7 +282,7 @@ def _squared_norm(phi: Tensor, root: Tensor) -> Tensor:
     return sum((norm.square() for norm in norms[1:]), start=norms[0].square())
 
 
-def _add_products(data: Tensor, weighted: Tensor, phi: Tensor, sign: float) -> None:
+def add_products(data: Tensor, weighted: Tensor, phi: Tensor, sign: float = 1.0) -> None:
     """data += sign * weighted^T phi, which is symmetric: the lower blocks are computed, the upper ones copied."""
     size = len(data)
     for start, end in _blocks(size) if len(phi) >= BLOCK else [(0, size)]:  # a small batch is not worth the copy

@@ -29,7 +29,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from afield.laplace import Accumulator
+from afield.laplace import Accumulator, add_products
 
 _SINGLE = 1e4  # the largest kappa at which float32 still has three digits of the variance
 _COLUMNS = 2048  # of one product in `variance`
@@ -96,7 +96,7 @@ class LowRank(Accumulator):
         with torch.autocast(phi.device.type, enabled=False):
             rows = phi if fast else phi.double()
             total = weights.sum(1, keepdim=True, dtype=torch.float64).to(rows.dtype)
-            self.data[0] += (rows * total).T @ rows
+            add_products(self.data[0], rows * total, rows)
         self._keep(weights.T, phi, stride=0)
         self.count += phi.shape[0]
         self.stale()

@@ -22,7 +22,7 @@ from torch import Tensor
 from afield.batch import evaluating, track
 from afield.convert import SNGP
 from afield.head import GaussianProcessHead
-from afield.laplace import CURVATURES
+from afield.laplace import CURVATURES, add_products
 from afield.posterior import Hidden, adapt, check_target, noise_variance
 from afield.registry import Registry
 
@@ -55,7 +55,7 @@ class _Problem:
         total = torch.zeros_like(torch.diag(self.penalty))
         for phi in self.phi.split(8192):
             double = phi.double()
-            total += double.T @ double
+            add_products(total, double, double)
         return total
 
     @functools.cached_property

@@ -126,10 +126,10 @@ def recall(backbone: nn.Module, x: Tensor) -> Tensor:
     new = {key: index for index, key in enumerate(keys) if key not in memory}
     with evaluating(backbone):
         found = dict(zip(new, backbone(x[list(new.values())]), strict=True)) if new else {}
-    known = memory | found
-    if sum(h.nbytes for h in known.values()) <= _MOST_BYTES:
+    rows = [found[key] if key in found else memory[key] for key in keys]
+    if rows and (len(memory) + len(found)) * rows[0].nbytes <= _MOST_BYTES:
         memory |= found
-    return torch.stack([known[key] for key in keys])
+    return torch.stack(rows)
 
 
 def _predict(model: nn.Module, x: Any) -> Prediction:

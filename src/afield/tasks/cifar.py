@@ -15,7 +15,6 @@ for OOD, but no more than a trial to train on.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -38,7 +37,7 @@ from afield.tasks.images import (
     noise,
     to_tensor,
 )
-from afield.tasks.task import Recipe, Settings, Task
+from afield.tasks.task import Recipe, Settings, Task, presets
 
 _CIFAR100_MEAN, _CIFAR100_STD = (0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)
 _EVERYTHING = 1_000_000
@@ -75,7 +74,7 @@ def cifar(name: str, classes: int) -> Recipe:
     )
     return Recipe(
         partial(_load, name, classes),
-        {"smoke": replace(small, epochs=2), "small": small, "paper": paper},
+        presets(small, paper=paper),
         {"*gp*": {"head_learning_rate": 2.0}},  # features have length 1, hidden vectors about 5: gradients differ by 25
     )
 

@@ -32,7 +32,7 @@ from torch.utils.data import TensorDataset
 
 from afield.backbones.transformer import TransformerEncoder, encoder_source, tokenize
 from afield.tasks.data import DataDamaged, find
-from afield.tasks.task import Recipe, Settings, Task
+from afield.tasks.task import Recipe, Settings, Task, presets
 
 FILE = "clinc/data_full.json"
 BERT = "google-bert/bert-base-uncased"
@@ -131,6 +131,6 @@ SMALL = Settings(
 PAPER = replace(SMALL, epochs=40, batch_size=256, learning_rate=5e-5, ridge=15 / 1024)
 RECIPE = Recipe(
     clinc,
-    {"smoke": replace(SMALL, epochs=1), "small": SMALL, "paper": PAPER},
+    presets(SMALL, smoke=replace(SMALL, epochs=1), paper=PAPER),
     {"frozen-*": {"num_random_features": 1024}},  # twice the time for a tenth of a point
 )

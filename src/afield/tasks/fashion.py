@@ -30,7 +30,7 @@ from afield.tasks.images import (
     noise,
     to_tensor,
 )
-from afield.tasks.task import Recipe, Settings, Task
+from afield.tasks.task import Recipe, Settings, Task, presets
 
 MEAN, STD = (0.2860,), (0.3530,)
 _SIZES = {"smoke": (100, 20, 100), "small": (3000, 1000, 5000), "paper": (6000, 1000, 10_000)}  # a class, a class, OOD
@@ -67,7 +67,7 @@ def fashion(seed: int, preset: str) -> Task:
 
 RECIPE = Recipe(
     fashion,
-    {"smoke": replace(_SMALL, epochs=2), "small": _SMALL, "paper": replace(_SMALL, epochs=60)},
+    presets(_SMALL, paper=replace(_SMALL, epochs=60)),
     {"*gp*": {"head_learning_rate": 2.0}},
 )
 

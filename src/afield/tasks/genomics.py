@@ -134,5 +134,4 @@ def _backbone(preset: str) -> partial[GenomicsCNN]:
 SMALL = Settings(epochs=10, batch_size=128, learning_rate=3e-3, bound=5.0)
 PAPER = replace(SMALL, epochs=96, learning_rate=1e-4, schedule="constant", bound=10.0)
 ADAPTED = {"*gp*": {"head_learning_rate": 2e-2}}
-PRESETS = presets(SMALL, paper=PAPER)
-RECIPE, REN2019 = Recipe(genomics, PRESETS, ADAPTED), Recipe(ren2019, PRESETS, ADAPTED)
+RECIPE, REN2019 = (Recipe(load, presets(SMALL, paper=PAPER), ADAPTED) for load in (genomics, ren2019))

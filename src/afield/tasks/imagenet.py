@@ -28,7 +28,7 @@ from afield.backbones.resnet50 import BOUNDED, ResNet50
 from afield.tasks.data import DataMissing, folders
 from afield.tasks.images import locate, named_ood, noise, rows_of_parts
 from afield.tasks.pictures import Pictures, Source, listed
-from afield.tasks.task import Recipe, Settings, Task
+from afield.tasks.task import Recipe, Settings, Task, presets
 
 _EVERYTHING = 1_000_000
 # Classes, pictures of each, the part of them that is held out for validation, pixels a side.
@@ -72,7 +72,7 @@ def imagenet(seed: int, preset: str) -> Task:
 
 
 _SMALL = replace(_PAPER, epochs=20, batch_size=64)
-RECIPE = Recipe(imagenet, {"smoke": replace(_SMALL, epochs=1, batch_size=4), "small": _SMALL, "paper": _PAPER})
+RECIPE = Recipe(imagenet, presets(_SMALL, smoke=replace(_SMALL, epochs=1, batch_size=4), paper=_PAPER))
 
 
 def random_parts(batch: Any, least: float = 0.25) -> tuple[Tensor, Tensor]:
