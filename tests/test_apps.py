@@ -198,6 +198,7 @@ def test_sweep_goes_on_and_writes_a_config_for_train(tmp_path: Path, capsys: pyt
     main([*arguments, "--grid", "bound=0.9"])
     assert "chosen" in said(capsys)
     (first,) = tmp_path.rglob("metrics.json")
+    assert not [name for name in json.loads(first.read_text())["metrics"] if not name.endswith("/val")]  # no test data
     stamp = first.stat().st_mtime_ns
     main([*arguments, "--grid", "bound=0.9,2.0"])
     assert first.stat().st_mtime_ns == stamp
@@ -205,6 +206,7 @@ def test_sweep_goes_on_and_writes_a_config_for_train(tmp_path: Path, capsys: pyt
     main(["train", "--config", str(choice), "--out", str(tmp_path / "chosen")])
     (trained,) = runs.find(tmp_path / "chosen")
     assert trained.config["bound"] in (0.9, 2.0)
+    assert "accuracy/clean" in trained.metrics
     record = json.loads(choice.with_name("choice.json").read_text())
     assert record["chosen"] in record["trials"]
     assert len(record["trials"]) == 4

@@ -244,6 +244,8 @@ def test_mc_dropout_trains_the_base_method_and_samples_around_it(two_moons: Task
     assert float(spread) > 0.01
     assert float(error) < float(spread)
     assert not torch.equal(mc_dropout(METHODS["dnn"], 3, seed=1).predict(model, x).probs, prediction.probs)
+    assert torch.equal(prediction.features, METHODS["dnn"].predict(base, x).features)
+    assert torch.equal(prediction.features, method.hidden(model, x).features)
 
 
 @pytest.mark.parametrize("name", ["dnn", "sngp"])
@@ -289,6 +291,7 @@ def test_filter_wise_dropout_drops_whole_filters(shape: tuple[int, ...]):
         seen: list[Tensor] = []
         dropout.register_forward_hook(lambda module, args, output, seen=seen: seen.append(output))
         mc_dropout(METHODS["dnn"], 5).predict(model.eval(), torch.ones(shape))
+        assert torch.equal(seen.pop(), torch.ones(shape))  # hidden vectors are those without dropout
         seen.append(dropout.train()(torch.ones(shape)))
         whole = filter_wise or isinstance(layer, nn.Dropout2d)
         for output in seen:

@@ -32,6 +32,7 @@ from afield.distributed import first, in_order, rank_of, watched
 from afield.engine import batches, fit
 from afield.judge import fit_scores, judge, targets
 from afield.methods import METHODS, Method
+from afield.methods.method import Predict
 from afield.predictive import Prediction
 from afield.runs import Run
 from afield.tasks import TASKS, Settings, Task
@@ -57,6 +58,8 @@ class Config:
     """Of the data that is drawn, or the number of the split."""
     preset: str = "small"
     settings: Settings = Settings()
+    blind: bool = False
+    """Predict validation data alone: while settings are chosen, test data stays unseen."""
 
     def __post_init__(self) -> None:
         if METHODS[self.method].members is None:  # a single model has no use for a number of members
@@ -64,8 +67,8 @@ class Config:
 
     @staticmethod
     def of(task: str, method: str = "sngp", *, preset: str = "small", **rest: Any) -> "Config":
-        """The task's own settings, but for those given by name; seed and data_seed as well."""
-        own = {name: rest.pop(name) for name in ("seed", "data_seed") if name in rest}
+        """The task's own settings, but for those given by name; seed, data_seed and blind as well."""
+        own = {name: rest.pop(name) for name in ("seed", "data_seed", "blind") if name in rest}
         settings = _replaced(TASKS[task].settings_for(preset, method), rest)
         return Config(task, method, **own, preset=preset, settings=settings)
 
@@ -166,12 +169,15 @@ def load(finished: Run) -> tuple[Task, Method, nn.Module]:
 
 def predict(method: Method, model: nn.Module, data: Dataset[Any] | Tensor) -> Prediction:
     """The prediction of a whole data set."""
-    return Prediction.cat([prediction for prediction, _ in _predictions(method, model, data, None)])
+    return Prediction.cat([prediction for prediction, _ in _predictions(method.predict, model, data, None)])
 
 
-def parts_of(task: Task) -> dict[str, Dataset[Any] | Tensor]:
+def parts_of(task: Task, *, blind: bool = False) -> dict[str, Dataset[Any] | Tensor]:
     """What is predicted, by name."""
-    parts: dict[str, Dataset[Any] | Tensor] = {"val": task.val, "test": task.test}
+    parts: dict[str, Dataset[Any] | Tensor] = {"val": task.val}
+    if blind:
+        return parts
+    parts["test"] = task.test
     parts |= {f"shifted/{name}": data for name, data in task.shifted.items()}
     parts |= {f"ood/{name}": data for name, data in task.ood.items()}
     return parts if task.grid is None else parts | {"grid": task.grid}
@@ -197,7 +203,7 @@ Made = tuple[dict[str, Prediction], dict[str, Tensor], dict[str, float], dict[st
 
 
 def _predictions(
-    method: Method, model: nn.Module, data: Dataset[Any] | Tensor, fabric: "Fabric | None"
+    predict: Predict, model: nn.Module, data: Dataset[Any] | Tensor, fabric: "Fabric | None"
 ) -> Iterator[tuple[Prediction, Tensor]]:
     """Predictions batch by batch, each with the last of its batch (targets, if it has any), in order.
 
@@ -209,7 +215,7 @@ def _predictions(
     def own() -> Iterator[tuple[Prediction, Tensor]]:
         for batch in loader:
             x = batch[0].to(device) if isinstance(batch[0], Tensor) else batch[0]
-            prediction = method.predict(model, x)
+            prediction = predict(model, x)
             yield dataclasses.replace(prediction, members=None).to("cpu"), batch[-1]
 
     return in_order(fabric, own(), len(batches(loader.dataset)))
@@ -221,16 +227,16 @@ def _single(config: Config, out: Path, task: Task, on_epoch: OnEpoch, fabric: "F
     first(fabric, lambda: _take_over(config, out))
     model = _trained(config, folder, task, method, on_epoch, fabric)
     predictions: dict[str, Prediction] = {}
-    for name, data in parts_of(task).items():
+    for name, data in parts_of(task, blind=config.blind).items():
         begin = time.perf_counter()
-        pieces = [prediction for prediction, _ in _predictions(method, model, data, fabric)]
+        pieces = [prediction for prediction, _ in _predictions(method.predict, model, data, fabric)]
         if pieces:
             predictions[name] = Prediction.cat(pieces)
-        if pieces and name == "test":
+        if pieces and name in ("val", "test"):
             per_example = (time.perf_counter() - begin) / len(predictions[name])
     fitted: dict[str, Any] = {}
-    if first(fabric, lambda: predictions["test"].probs is not None):
-        seen = _predictions(method, model, task.train, fabric)
+    if not config.blind and first(fabric, lambda: predictions["test"].probs is not None):
+        seen = _predictions(method.hidden or method.predict, model, task.train, fabric)
         fitted = fit_scores(lambda prediction: prediction, seen, task.num_outputs)
         if fabric is not None:
             deque(seen, maxlen=0)  # where there is nothing to fit: the other processes go on to the end
@@ -301,7 +307,10 @@ def _assembled(config: Config, out: Path, task: Task, on_epoch: OnEpoch, fabric:
     made = [run(member, out, on_epoch=on_epoch, fabric=fabric) for member in config.members]
     if rank_of(fabric)[0] != 0:
         return None
-    predictions = {part: members.combine([member.prediction(part) for member in made]) for part in parts_of(task)}
+    predictions = {
+        part: members.combine([member.prediction(part) for member in made])
+        for part in parts_of(task, blind=config.blind)
+    }
     cost = {name: sum(member.cost[name] for member in made) for name in made[0].cost}
     return predictions, {}, judge(task, predictions), cost
 

@@ -34,8 +34,10 @@ Predict = Callable[[Any], Prediction]
 def judge(
     task: Task, predictions: Mapping[str, Prediction], fitted: Mapping[str, FittedScore] | None = None
 ) -> dict[str, float]:
-    """The figures of predictions by part: val, test, shifted/NAME, ood/NAME."""
+    """The figures of predictions by part: val, test, shifted/NAME, ood/NAME; of val alone, if that is all there is."""
     figures = on_targets(predictions["val"], targets(task.val), "val", task.scale)
+    if "test" not in predictions:
+        return figures
     figures |= on_targets(predictions["test"], targets(task.test), "clean", task.scale)
     groups: dict[str, list[dict[str, float]]] = defaultdict(list)
     for name, data in task.shifted.items():

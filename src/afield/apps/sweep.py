@@ -1,6 +1,7 @@
 """`afield sweep`: settings chosen on validation data alone.
 
-Every combination of the grid is one training, a run folder; amplitudes are judged on the trained model. Chosen are
+Every combination of the grid is one training, a run folder without test figures; amplitudes are judged on the trained
+model. Chosen are
 
 1. the settings, other than bound and amplitude, under which the best validation NLL was reached;
 2. among these the bound as the paper has it: the smallest that keeps the accuracy, within one standard error of the
@@ -91,7 +92,9 @@ def sweep(asked: Sweep, console: Console) -> Config:
     epochs = {} if asked.epochs is None else {"epochs": asked.epochs}
     base = Config.of(asked.task, asked.method, seed=asked.seed, preset=asked.preset, **epochs)
     tried = combinations(asked.grid)
-    configs = {_name(changes): replace(base, settings=replace(base.settings, **changes)) for changes in tried}
+    configs = {
+        _name(changes): replace(base, settings=replace(base.settings, **changes), blind=True) for changes in tried
+    }
     names = {config: name for name, config in configs.items()}
     run_watched(
         console,

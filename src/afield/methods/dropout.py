@@ -3,9 +3,10 @@
     p(y | x) = 1/S sum_s p(y | x, z_s),      z_s ~ Bernoulli(1 - rate) / (1 - rate), a mask for every dropout layer
 
 Training is the base method's own. At prediction only dropout layers are random; everything else, BatchNorm too, is in
-evaluation mode, and a posterior is fitted without dropout. Masks come from a seed, and one mask serves a whole batch:
-a sample is one thinned network, and what it says of an input does not depend on the other inputs. (The usual practice,
-a mask for each row, has the same distribution for any one input.) On `dnn-gp` this is the paper's MCD-GP.
+evaluation mode. A posterior is fitted without dropout, and hidden vectors are those without it. Masks come from a seed,
+and one mask serves a whole batch: a sample is one thinned network, and what it says of an input does not depend on the
+other inputs. (The usual practice, a mask for each row, has the same distribution for any one input.) On `dnn-gp` this
+is the paper's MCD-GP.
 """
 
 import contextlib
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from afield.methods.average import average, mean_of
+from afield.methods.average import average
 from afield.methods.method import BackboneFactory, Method
 from afield.predictive import Prediction
 from afield.tasks.task import Settings
@@ -48,9 +49,11 @@ def mc_dropout(method: Method, samples: int = 10, *, filter_wise: bool = False, 
         for s in range(samples):
             with _sampling(torch.Generator().manual_seed(seed * samples + s)):
                 predictions.append(method.predict(model, x))
-        return dataclasses.replace(average(predictions), features=mean_of([p.features for p in predictions]))
+        return dataclasses.replace(average(predictions), features=hidden(model, x).features)
 
-    return dataclasses.replace(method, build=build, predict=predict, trained_as=None if filter_wise else method)
+    hidden = method.hidden or method.predict
+    trained_as = None if filter_wise else method
+    return dataclasses.replace(method, build=build, predict=predict, hidden=hidden, trained_as=trained_as)
 
 
 class SampledDropout(nn.Module):

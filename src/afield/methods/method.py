@@ -11,6 +11,7 @@ from afield.predictive import Prediction
 from afield.tasks.task import Settings
 
 BackboneFactory = Callable[[], nn.Module]
+Predict = Callable[[nn.Module, Any], Prediction]
 
 
 class Build(Protocol):
@@ -65,12 +66,14 @@ class Method:
     transform   batch -> batch, in training only
     members     of an ensemble, or None
     trained_as  the method whose training is the same unless the settings have a rate of dropout, or None
+    hidden      as `predict`, where only the hidden vectors of a prediction count; None: `predict`
     """
 
     build: Build
-    predict: Callable[[nn.Module, Any], Prediction]
+    predict: Predict
     loss: Callable[[nn.Module, Any], Tensor] | None = negative_log_likelihood
     finish: Finish = nothing
     transform: Callable[[Any], Any] = unchanged
     members: Members | None = None
     trained_as: "Method | None" = None
+    hidden: Predict | None = None

@@ -9,7 +9,7 @@ http://ufldl.stanford.edu/housenumbers, https://zenodo.org/records/2535967 and 3
 
 Validation data is a tenth of the training data, cut by the seed; the paper trains on all of it. `paper` is everything
 on Wide ResNet-28-10 with the schedule of the authors' code; `small` is the first 20,000 training and 5,000 test images,
-a Wide ResNet-16-2 with stride 2 in its stem (ten minutes on two cores) and corruptions of 1,000 test images; `smoke` is
+a Wide ResNet-16-2 with stride 2 in its stem (ten minutes on two cores) and corruptions of 500 test images; `smoke` is
 next to nothing. Without CIFAR-100's own files only 3,000 images of it are at hand, whose official split is lost: enough
 for OOD, but no more than a trial to train on.
 """
@@ -42,7 +42,7 @@ from afield.tasks.task import Recipe, Settings, Task, presets
 _CIFAR100_MEAN, _CIFAR100_STD = (0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)
 _EVERYTHING = 1_000_000
 # Images in training with validation, in the test, in each corrupted set and in each OOD set.
-_SIZES = {"smoke": (1000, 200, 100, 100), "small": (20_000, 5000, 1000, 2500), "paper": (_EVERYTHING,) * 4}
+_SIZES = {"smoke": (1000, 200, 100, 100), "small": (20_000, 5000, 500, 2500), "paper": (_EVERYTHING,) * 4}
 _NETS = {
     "smoke": partial(WideResNet, 10, 1),
     "small": partial(WideResNet, 16, 2, stride=2),

@@ -7,7 +7,7 @@ Files that are looked for, the published ones first (https://github.com/zalandor
     notMNIST/t10k-images-idx3-ubyte[.gz]        else images/notmnist_dev5k.npz
 
 Validation data is a tenth of the training data, cut by the seed. `small` is the first 30,000 training images and a
-Wide ResNet-10-1, `paper` is everything and a Wide ResNet-16-4.
+Wide ResNet-10-1 with stride 2 in its stem (a minute on two cores), `paper` is everything and a Wide ResNet-16-4.
 """
 
 from dataclasses import replace
@@ -34,7 +34,11 @@ from afield.tasks.task import Recipe, Settings, Task, presets
 
 MEAN, STD = (0.2860,), (0.3530,)
 _SIZES = {"smoke": (100, 20, 100), "small": (3000, 1000, 5000), "paper": (6000, 1000, 10_000)}  # a class, a class, OOD
-_NETS = {"smoke": (10, 1), "small": (10, 1), "paper": (16, 4)}
+_NETS = {
+    "smoke": partial(WideResNet, 10, 1, stride=2),
+    "small": partial(WideResNet, 10, 1, stride=2),
+    "paper": partial(WideResNet, 16, 4),
+}
 _SMALL = Settings(
     epochs=10,
     learning_rate=0.2,
@@ -60,7 +64,7 @@ def fashion(seed: int, preset: str) -> Task:
         dataset(x_test[tested], y_test[tested]),
         ood={**ood, "noise": noise(min(ood_size, 2500), (1, 28, 28), seed=0), **named_ood(1, 28)},
         num_outputs=10,
-        backbone=partial(WideResNet, *_NETS[preset], mean=MEAN, std=STD),
+        backbone=partial(_NETS[preset], mean=MEAN, std=STD),
         augment=partial(crop_and_flip, padding=2),
     )
 
