@@ -54,6 +54,7 @@ def cifar(name: str, classes: int) -> Recipe:
     """The task `name`, cifar10 or cifar100; the other one is OOD."""
     small = Settings(
         epochs=16,
+        batch_size=64,
         learning_rate=0.2,
         optimizer="sgd",
         weight_decay=5e-4,

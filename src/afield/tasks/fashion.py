@@ -41,6 +41,7 @@ _NETS = {
 }
 _SMALL = Settings(
     epochs=10,
+    batch_size=64,
     learning_rate=0.2,
     optimizer="sgd",
     weight_decay=5e-4,
