@@ -52,7 +52,7 @@ class WideResNet(nn.Sequential):
             _conv(len(mean), 16, 3, stride),
             *blocks,
             nn.BatchNorm2d(channels),
-            nn.ReLU(),
+            nn.ReLU(inplace=True),
             nn.AdaptiveAvgPool2d(1),
             nn.Flatten(),
         )
@@ -73,10 +73,10 @@ class Projected(nn.Module):
 def _branch(channels: int, wide: int, stride: int, dropout: float) -> nn.Sequential:
     return nn.Sequential(
         nn.BatchNorm2d(channels),
-        nn.ReLU(),
+        nn.ReLU(inplace=True),
         _conv(channels, wide, 3, stride),
         nn.BatchNorm2d(wide),
-        nn.ReLU(),
+        nn.ReLU(inplace=True),
         nn.Dropout(dropout),
         _conv(wide, wide, 3, 1),
     )
