@@ -4,7 +4,7 @@
 
 It trains nothing worth having: 300 different pictures, linked into 1,000 classes (2 to train, 1 to test), are there to
 show that loading, training, a kill and its resume, the posterior, calibration, evaluation and the run folder work at
-this size, and what memory they take. Batches have 32 pictures, not 256, which would need some 25 GB.
+this size, and what memory they take. Training batches have 32 pictures, not 256, which would need some 25 GB.
 """
 
 import io

@@ -148,3 +148,12 @@ def test_output_layer_has_its_own_rate_and_vectors_no_decay(moons: Task):
 def test_batches_are_in_order_and_complete(moons: Task):
     x = torch.cat([x for x, _ in batches(moons.train, 64)])
     assert torch.equal(x, moons.train.tensors[0])
+
+
+def test_large_examples_come_in_smaller_batches():
+    photographs = TensorDataset(torch.zeros(1, 3, 224, 224).expand(500, -1, -1, -1))
+    sizes = [len(x) for (x,) in batches(photographs)]
+    assert sum(sizes) == 500
+    assert max(sizes) * 3 * 224**2 <= 2**24
+    assert [len(x) for (x,) in batches(TensorDataset(torch.zeros(1500, 3, 32, 32)))] == [1024, 476]
+    assert list(batches(TensorDataset(torch.zeros(0, 2)))) == []

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from lightning.fabric import Fabric
 
 OnEpoch = Callable[[int, float], None]
+_MOST_EXAMPLES, _MOST_NUMBERS = 1024, 2**24  # of a batch that is predicted
 
 
 def fit(
@@ -174,15 +175,25 @@ def training_batches(task: Task, settings: Settings, shuffle: torch.Generator) -
 
 
 def batches(
-    data: Dataset[Any], size: int = 1024, *, rank: int = 0, world: int = 1, device: torch.device | None = None
+    data: Dataset[Any], size: int | None = None, *, rank: int = 0, world: int = 1, device: torch.device | None = None
 ) -> DataLoader[Any]:
-    """Batches in order, every example once; with a `world` of several, rank r has the batches r, r + world, ..."""
+    """Batches in order, every example once; with a `world` of several, rank r has the batches r, r + world, ...
+
+    size  examples in a batch; None: 1024, or fewer if they are large, as photographs are
+    """
+    size = size or min(_MOST_EXAMPLES, max(1, _MOST_NUMBERS // _numbers(data)))
     order: Iterable[list[int]] = BatchSampler(SequentialSampler(data), size, drop_last=False)  # type: ignore[arg-type]
     if world > 1:
         order = list(itertools.islice(order, rank, None, world))
     if device is None or device.type == "cpu":
         return _loader(data, order)
     return _loader(data, order, lambda batch: [part.to(device) if isinstance(part, Tensor) else part for part in batch])
+
+
+def _numbers(data: Dataset[Any]) -> int:
+    """In the input of the first example."""
+    x = data[0][0] if len(data) else None  # type: ignore[arg-type]
+    return max(1, x.numel()) if isinstance(x, Tensor) else 1
 
 
 def _weighted(loader: DataLoader[Any], fabric: "Fabric | None") -> Iterable[tuple[Any, float]]:
