@@ -36,9 +36,14 @@ def judge(
 ) -> dict[str, float]:
     """The figures of predictions by part: val, test, shifted/NAME, ood/NAME; of val alone, if that is all there is."""
     figures = on_targets(predictions["val"], targets(task.val), "val", task.scale)
-    if "test" not in predictions:
-        return figures
-    figures |= on_targets(predictions["test"], targets(task.test), "clean", task.scale)
+    if "test" in predictions:
+        figures |= _on_test(task, predictions, fitted or {})
+    return {name: value for name, value in figures.items() if math.isfinite(value)}  # no rank without a spread
+
+
+def _on_test(task: Task, predictions: Mapping[str, Prediction], fitted: Mapping[str, FittedScore]) -> dict[str, float]:
+    """The figures of all parts but val."""
+    figures = on_targets(predictions["test"], targets(task.test), "clean", task.scale)
     groups: dict[str, list[dict[str, float]]] = defaultdict(list)
     for name, data in task.shifted.items():
         group = name.split("/")[0]
@@ -46,10 +51,10 @@ def judge(
     for sets in groups.values():
         figures |= {name: fmean(each[name] for each in sets) for name in sets[0]}
     for name in task.ood:
-        figures |= on_ood(predictions["test"], predictions[f"ood/{name}"], name, fitted or {})
+        figures |= on_ood(predictions["test"], predictions[f"ood/{name}"], name, fitted)
     if task.grid is not None and task.ood:
         figures["spearman/distance"] = _follows_distance(task, predictions)
-    return {name: value for name, value in figures.items() if math.isfinite(value)}  # no rank without a spread
+    return figures
 
 
 def on_targets(prediction: Prediction, target: Tensor, part: str, scale: float = 1.0) -> dict[str, float]:
