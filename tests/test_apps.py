@@ -221,6 +221,30 @@ def test_sweep_without_amplitudes_chooses_the_smallest_nll(task: str, method: st
     assert record["chosen"] == min(record["trials"], key=lambda t: t["nll"])
 
 
+def test_sweep_leaves_out_what_diverges(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    arguments = ["sweep", "two-moons", *TINY, "--method", "dnn", "--out", str(tmp_path)]
+    with pytest.raises(SystemExit, match=r"^afield: All 2 trainings of the sweep diverged"):
+        main([*arguments, "--grid", "learning-rate=1e30,1e31"])
+    assert not list(tmp_path.rglob("choice.*"))
+    main([*arguments, "--grid", "learning-rate=1e-3,1e30"])
+    assert "diverged" in said(capsys)
+    (choice,) = tmp_path.rglob("choice.json")
+    record = json.loads(choice.read_text())
+    assert record["chosen"]["changes"] == {"learning_rate": 1e-3}
+    assert record["diverged"] == [{"learning_rate": 1e30}]
+
+
+def test_sweep_takes_a_run_without_a_finite_nll_for_diverged(tmp_path: Path):
+    arguments = ["sweep", "two-moons", *TINY, "--method", "dnn", "--out", str(tmp_path), "--grid"]
+    main(arguments)
+    (metrics,) = tmp_path.rglob("metrics.json")
+    metrics.write_text(metrics.read_text().replace("nll/val", "other/val"))
+    (study,) = tmp_path.rglob("study.db")
+    study.unlink()
+    with pytest.raises(SystemExit, match=r"^afield: All 1 trainings of the sweep diverged"):
+        main(arguments)
+
+
 # Settings
 
 

@@ -520,15 +520,22 @@ def worker(rank: int, folder: str) -> None:
             afield.fit_posterior(make(), refused())
     with pytest.raises(ValueError, match="empty"):
         afield.fit_posterior(make(), [], sharded=True)
-    # A replica of DistributedDataParallel: its buffers are broadcast from rank 0 at every step.
+    replicated(rank)
+    Path(folder, f"done-{rank}").touch()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def replicated(rank: int) -> None:
+    """A replica of DistributedDataParallel, whose buffers are broadcast from rank 0 at every step.
+
+    A function of its own, for the replica has to go before its process group does.
+    """
     replica = nn.parallel.DistributedDataParallel(make())
     for _ in range(3):
         replica(normal(8, 3, number=rank)).sum().backward()
     assert replica.module.head.num_observed == 0
     assert afield.fit_posterior(replica.module, DataLoader(whole(), batch_size=64)) == N
-    Path(folder, f"done-{rank}").touch()
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")

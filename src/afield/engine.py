@@ -41,6 +41,10 @@ OnEpoch = Callable[[int, float], None]
 _MOST_EXAMPLES, _MOST_NUMBERS = 1024, 2**24  # of a batch that is predicted
 
 
+class Diverged(ValueError):
+    """Training left the finite numbers."""
+
+
 def fit(
     task: Task,
     method: Method,
@@ -119,7 +123,7 @@ def train(
             total, count = total + float(loss.detach()) * seen, count + seen
         total, count = distributed.summed(fabric, total, count)
         if not math.isfinite(total):
-            raise ValueError(
+            raise Diverged(
                 f"The loss became {total} in epoch {epoch + 1}. Use a smaller learning rate than "
                 f"{settings.learning_rate:g}, or some warm-up."
             )

@@ -62,6 +62,7 @@ def run_all(
     address: str | None = None,
     cpus: int = 1,
     fresh: bool = False,
+    excused: tuple[type[Exception], ...] = (),
     on_event: OnEvent = lambda event: None,
     on_run: OnRun = lambda run: None,
 ) -> list[Run]:
@@ -70,6 +71,7 @@ def run_all(
     address   of a Ray cluster (auto, local, host:port, ray://host:port) that makes the single models instead, as many
               at a time as it has room for
     cpus      cores, and threads, of a run on the cluster
+    excused   errors that are left alone: runs that end in them, and ensembles of these, are not among the results
     on_event  hears of epochs
     on_run    hears of every finished run
 
@@ -83,14 +85,17 @@ def run_all(
         errors = _afar(wanted, out, address, cpus, fresh, on_event, on_run)
     else:
         errors = (_here if jobs == 1 else _spread)(wanted, out, jobs, fresh, on_event, on_run)
-    if errors:
+    if errors := [error for error in errors if not isinstance(error, excused)]:
         told = _explained(errors[0], len(errors))
         raise told from (errors[0].__cause__ if told is errors[0] else errors[0])
-    finished = {c: run(c, place(out, c)) for c in singles}  # checks that what was there has the same settings
+    failed = set(missing(singles, out, fresh=False))
+    finished = {c: run(c, place(out, c)) for c in singles if c not in failed}  # checks that what was there is the same
     for config in ensembles:
+        if failed.intersection(config.members):
+            continue
         finished[config] = run(config, place(out, config), fresh=fresh)
         on_run(finished[config])
-    return [finished[config] for config in configs]
+    return [finished[config] for config in configs if config in finished]
 
 
 def _here(

@@ -47,6 +47,7 @@ def run_watched(
     cluster: str | None = None,
     cpus: int = 1,
     fresh: bool = False,
+    excused: tuple[type[Exception], ...] = (),
 ) -> list[Run]:
     """`fanout.run_all` under a bar; `cluster` is the address of one."""
     columns = (
@@ -66,6 +67,7 @@ def run_watched(
             address=cluster,
             cpus=cpus,
             fresh=fresh,
+            excused=excused,
             on_event=watch.on_event,
             on_run=watch.on_run,
         )

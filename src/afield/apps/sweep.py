@@ -8,7 +8,8 @@ model. Chosen are
    best (for real targets: the best NLL);
 3. with that bound, the amplitude with the best NLL.
 
-Trials live in an optuna study on disk, so that a killed sweep goes on, and in choice.json, to be kept as a record.
+A training that diverges is told of and left out. Trials live in an optuna study on disk, so that a killed sweep goes
+on, and in choice.json, to be kept as a record.
 """
 
 import itertools
@@ -26,7 +27,7 @@ from afield import experiment, runs
 from afield.apps.progress import run_watched
 from afield.calibrate import calibrate
 from afield.convert import SNGP
-from afield.engine import batches
+from afield.engine import Diverged, batches
 from afield.experiment import Config
 from afield.judge import on_targets, targets
 from afield.tasks import Settings
@@ -103,17 +104,22 @@ def sweep(asked: Sweep, console: Console) -> Config:
         jobs=asked.jobs,
         cluster=asked.cluster,
         cpus=asked.cpus_per_run,
+        excused=(Diverged,),
     )
     study = _study(folder)
     for (name, config), changes in zip(configs.items(), tried, strict=True):
         _judge(study, changes, folder / name / config.folder, asked.amplitudes)
     trials = [t for t in read(study) if t.changes in tried]
+    diverged = [changes for changes in tried if changes not in [t.changes for t in trials]]
+    if not trials:
+        raise Diverged(f"All {len(tried)} trainings of the sweep diverged: try smaller learning rates.")
     chosen = choose(trials)
     result = replace(base, settings=replace(base.settings, **chosen.changes, amplitude=chosen.amplitude))
     runs.write(folder / CHOICE, runs.to_toml(result.to_dict()))
-    record = {"config": result.to_dict(), "chosen": asdict(chosen), "trials": [asdict(t) for t in trials]}
+    tested = {"trials": [asdict(t) for t in trials], "diverged": diverged}
+    record = {"config": result.to_dict(), "chosen": asdict(chosen)} | tested
     runs.write_json(folder / RECORD, record)
-    _tell(trials, chosen, console)
+    _tell(trials, diverged, chosen, console)
     console.print(f"Train with it: [bold]afield train --config {folder / CHOICE}[/bold]", soft_wrap=True)
     return result
 
@@ -149,7 +155,9 @@ def read(study: Any) -> list[Trial]:
 
 
 def _judge(study: Any, changes: Changes, folder: Path, amplitudes: Sequence[float]) -> None:
-    """Add the trials of one trained model that the study lacks."""
+    """Add the trials of one trained model that the study lacks; none if it diverged."""
+    if not runs.finished(folder) or "nll/val" not in runs.read(folder).metrics:
+        return
     finished = runs.read(folder)
     known = [t.amplitude for t in read(study) if t.changes == changes]
     if None not in known:
@@ -194,7 +202,7 @@ def _recorded(trial: Trial) -> Any:
     )
 
 
-def _tell(trials: Sequence[Trial], chosen: Trial, console: Console) -> None:
+def _tell(trials: Sequence[Trial], diverged: Sequence[Changes], chosen: Trial, console: Console) -> None:
     table = Table(title="On validation data")
     for column in (*chosen.changes, "amplitude", "accuracy", "NLL", ""):
         table.add_column(column.replace("_", " "), justify="right")
@@ -204,6 +212,8 @@ def _tell(trials: Sequence[Trial], chosen: Trial, console: Console) -> None:
         table.add_row(
             *map(str, t.changes.values()), amplitude, accuracy, f"{t.nll:.4f}", "chosen" if t == chosen else ""
         )
+    for changes in diverged:
+        table.add_row(*map(str, changes.values()), "", "", "diverged", "")
     console.print(table)
 
 
