@@ -113,6 +113,20 @@ def test_grey_images_of_other_sizes(size: int):
     assert net(torch.rand(2, 1, size, size)).shape == (2, 64)
 
 
+@pytest.mark.parametrize("channels", [1, 3])
+def test_convolutions_of_images_put_the_channels_last(channels: int):
+    """A single channel has strides that can be read either way."""
+    net = WideResNet(10, 1, mean=[0.5] * channels, std=[0.25] * channels)
+    seen: list[Tensor] = []
+    for layer in net.modules():
+        if isinstance(layer, nn.Conv2d | nn.BatchNorm2d):
+            layer.register_forward_hook(lambda layer, args, output: seen.append(output))
+    net(torch.rand(2, channels, 8, 8))
+    assert len(seen) > 10
+    assert all(h.is_contiguous(memory_format=torch.channels_last) for h in seen)
+    assert not any(h.is_contiguous() for h in seen if h.shape[2] > 1)
+
+
 def test_normalize_keeps_no_state_and_refuses_what_is_no_image():
     layer = Normalize([0.5], [0.25])
     assert not layer.state_dict()

@@ -24,7 +24,9 @@ class Normalize(nn.Module):
         if x.dim() != 4 or x.shape[1] != self.mean.shape[1]:
             raise ValueError(f"Expected images (N, {self.mean.shape[1]}, H, W), got shape {tuple(x.shape)}.")
         x = (as_numbers(x, self.mean.dtype) - self.mean) / self.std
-        return x.contiguous(memory_format=torch.channels_last)  # convolutions on CPUs are a quarter to a third faster
+        # Convolutions on CPUs are a quarter to a third faster with the channels last. `contiguous` would leave a single
+        # channel as it is, for its strides can be read either way, and convolutions would read them the slow one.
+        return x.clone(memory_format=torch.channels_last)
 
 
 def as_numbers(x: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
