@@ -16,7 +16,7 @@ FILES = sorted(ROOT.rglob("*.py"))
 # A module may import what stands before it, and a package its own parts. design.md, section 3.
 ORDER = [
     *("version", "registry", "eager", "features", "laplace", "lowrank", "predictive", "scores", "distances", "head"),
-    *("spectral", "batch", "explain", "convert", "posterior", "calibrate", "solve", "classes"),
+    *("operators", "spectral", "batch", "explain", "convert", "posterior", "calibrate", "solve", "classes"),
     *("binomial", "selective", "conformal", "policy"),
     *("diagnose", "persist", "graph", "probe", "onnx", "export"),
     *("metrics", "backbones", "tasks", "methods", "stacked"),

@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from afield.operators import Convolution
 from afield.spectral import (
     Residual,
-    _Convolution,
     bound,
     bound_of,
     bounds_of,
@@ -155,7 +155,7 @@ def test_norm_of_a_convolution_is_the_largest_singular_value_of_its_matrix(
 def test_adjoint_identity(case: tuple[nn.Module, tuple[int, ...]]) -> None:
     """<A x, y> = <x, A^T y>, and A is the layer."""
     layer, size = case
-    operator = _Convolution(layer, layer.weight.detach(), size)
+    operator = Convolution(layer, layer.weight.detach(), size)
     x = torch.randn(1, layer.in_channels, *size, dtype=torch.float64)
     torch.testing.assert_close(operator.apply(x), layer(x), rtol=1e-12, atol=1e-12)
     y = torch.randn_like(operator.apply(x))
