@@ -40,9 +40,9 @@ _NETS = {
     "paper": partial(WideResNet, 16, 4),
 }
 _SMALL = Settings(
-    epochs=6,
-    batch_size=64,
-    learning_rate=0.2,
+    epochs=8,
+    batch_size=128,
+    learning_rate=0.4,
     optimizer="sgd",
     weight_decay=5e-4,
     warmup=0.2,
@@ -73,7 +73,7 @@ def fashion(seed: int, preset: str) -> Task:
 RECIPE = Recipe(
     fashion,
     presets(_SMALL, paper=replace(_SMALL, epochs=60, bound=6.0)),
-    {"*gp*": {"head_learning_rate": 2.0}},
+    {"*gp*": {"head_learning_rate": 4.0}},
 )
 
 
