@@ -23,7 +23,7 @@ from afield.report.claims import about_far
 from afield.report.curves import in_bins, roc_curve
 from afield.report.groups import Group
 from afield.report.line import held
-from afield.report.page import report
+from afield.report.page import record, report
 from afield.report.plots import lattice
 
 VOID = {"meta", "img", "br", "hr", "link", "input"}
@@ -202,6 +202,20 @@ def test_nothing_is_left_half_written(page: Path):
     names = {file.name for file in page.parent.iterdir()}
     assert {"index.html", "report.md", "report.tex", "report.json"} <= names
     assert not [name for name in names if name.startswith(".") or name.endswith(".tmp")]
+
+
+def test_a_record_is_the_tables_without_the_pictures(root: Path, page: Path, tmp_path: Path):
+    assert record(root, tmp_path / "kept", title="Mine") == tmp_path / "kept" / "report.md"
+    assert {file.name for file in (tmp_path / "kept").iterdir()} == {"report.md", "report.json"}
+    text = (tmp_path / "kept" / "report.md").read_text(encoding="utf-8")
+    assert text.startswith("# Mine")
+    assert "![" not in text
+    whole = (page.parent / "report.md").read_text(encoding="utf-8")
+    lines = {line for line in text.splitlines() if line.startswith("|")}
+    assert lines == {line for line in whole.splitlines() if line.startswith("|")}
+    data, of_page = (json.loads((f / "report.json").read_text()) for f in (tmp_path / "kept", page.parent))
+    assert data["tasks"] == of_page["tasks"]
+    assert data["command"] == f"afield report {root} --record {tmp_path / 'kept'} --title Mine"
 
 
 def test_it_is_written_where_asked(root: Path, tmp_path: Path):

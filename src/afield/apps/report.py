@@ -5,7 +5,7 @@ from pathlib import Path
 
 import tyro
 
-from afield.report import report
+from afield.report import record, report
 from afield.report.page import TITLE
 
 
@@ -17,8 +17,13 @@ class Report:
     """Folder of the runs."""
     out: Path | None = None
     """Folder or .html file to write; RUNS/report if not given."""
+    record: Path | None = None
+    """Write to this folder instead, and the tables alone: report.md and report.json, for version control."""
     title: str = TITLE
     """Heading."""
 
     def run(self) -> None:
-        print(report(self.runs, self.out, title=self.title).resolve())
+        if self.record is not None:
+            print(record(self.runs, self.record, title=self.title).resolve())
+        else:
+            print(report(self.runs, self.out, title=self.title).resolve())

@@ -1,4 +1,5 @@
-"""Reports on run folders: tables, statements and pictures on one HTML page. `report(folder)` writes it.
+"""Reports on run folders: tables, statements and pictures on one HTML page. `report(folder)` writes it,
+`record(folder, out)` its tables alone.
 
 groups    runs -> rows                      tables, columns    what a table is, which ones a task gets
 claims    figures -> sentences              typeset            tables in Markdown and LaTeX
@@ -6,6 +7,6 @@ plots     what all pictures share           plane, line, curves, hidden    the p
 sections  what is told of one task          page               the page and the files beside it
 """
 
-from afield.report.page import report
+from afield.report.page import record, report
 
-__all__ = ["report"]
+__all__ = ["record", "report"]

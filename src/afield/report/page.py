@@ -6,7 +6,7 @@
     report/report.tex    the tables in LaTeX (booktabs, graphicx), to be \\input
     report/report.json   the tables as data
 
-It reads run folders and nothing else. `index.html` is written last.
+It reads run folders and nothing else. `index.html` is written last. `record` writes the tables alone.
 """
 
 import base64
@@ -46,32 +46,56 @@ DRAWINGS: tuple[Callable[[str, Sequence[Shown]], Picture | None], ...] = (
 
 def report(root: Path, out: Path | None = None, *, title: str = TITLE) -> Path:
     """Write the report; returns the path of its HTML file."""
-    found = runs.find(root)
-    if not found:
-        raise ValueError(
-            f"There is no finished run below {root}. Make one with `afield train`, or name another folder."
-        )
+    tasks, notes = _tasks(root)
     page = root / "report" / "index.html" if out is None else out if out.suffix == ".html" else out / "index.html"
     page.parent.mkdir(parents=True, exist_ok=True)
-    tasks, notes = grouped(found)
     pictures: dict[str, list[Picture]] = {task: [] for task in tasks}
     for task, draw in track(_drawings(tasks), "drawing", total=len(tasks) * len(DRAWINGS)):
         picture = draw()
         if picture is not None:
             pictures[task].append(picture)
-    slugs = _slugs(list(tasks))
-    sections = [make(task, slugs[task], groups, pictures[task], root) for task, groups in tasks.items()]
-    flags = ["--out", str(out)] * (out is not None) + ["--title", title] * (title != TITLE)
-    head = _head(sections, title, shlex.join(["afield", "report", str(root), *flags]))
+    sections = _sections(tasks, pictures, root)
+    head = _head(sections, title, [str(root), *["--out", str(out)] * (out is not None)])
     head |= {"notes": [*notes, *_without_predictions(tasks)]}
     for section in sections:
         for picture in section.pictures:
             runs.write(page.parent / f"{section.slug}-{picture.name}.png", picture.png)
-    runs.write(page.parent / "report.md", _markdown(sections, head))
     runs.write(page.parent / "report.tex", _latex(sections, head))
-    runs.write_json(page.parent / "report.json", _data(sections, head))
+    _write_tables(page.parent, sections, head)
     runs.write(page, _template().render(**head, sections=sections))
     return page
+
+
+def record(root: Path, out: Path, *, title: str = TITLE) -> Path:
+    """Write report.md and report.json without pictures, to be kept under version control; returns the first's path."""
+    tasks, notes = _tasks(root)
+    out.mkdir(parents=True, exist_ok=True)
+    sections = _sections(tasks, {task: [] for task in tasks}, root)
+    head = _head(sections, title, [str(root), "--record", str(out)])
+    return _write_tables(out, sections, head | {"notes": notes})
+
+
+def _tasks(root: Path) -> tuple[dict[str, list[Group]], list[str]]:
+    """The runs of every task, grouped, and what is to be said of them."""
+    found = runs.find(root)
+    if not found:
+        raise ValueError(
+            f"There is no finished run below {root}. Make one with `afield train`, or name another folder."
+        )
+    return grouped(found)
+
+
+def _sections(
+    tasks: Mapping[str, Sequence[Group]], pictures: Mapping[str, Sequence[Picture]], root: Path
+) -> list[Section]:
+    slugs = _slugs(list(tasks))
+    return [make(task, slugs[task], groups, pictures[task], root) for task, groups in tasks.items()]
+
+
+def _write_tables(folder: Path, sections: Sequence[Section], head: dict[str, Any]) -> Path:
+    runs.write(folder / "report.md", _markdown(sections, head))
+    runs.write_json(folder / "report.json", _data(sections, head))
+    return folder / "report.md"
 
 
 def _drawings(tasks: Mapping[str, Sequence[Group]]) -> Iterator[tuple[str, Callable[[], Picture | None]]]:
@@ -88,7 +112,7 @@ def _without_predictions(tasks: Mapping[str, Sequence[Group]]) -> list[str]:
     return [f"No picture shows {folder}, which has no {runs.PREDICTIONS}; the tables do." for folder in missing]
 
 
-def _head(sections: Sequence[Section], title: str, command: str) -> dict[str, Any]:
+def _head(sections: Sequence[Section], title: str, arguments: Sequence[str]) -> dict[str, Any]:
     told = [run for section in sections for group in section.groups for run in group.runs]
 
     def seen(name: str) -> str:
@@ -99,7 +123,7 @@ def _head(sections: Sequence[Section], title: str, command: str) -> dict[str, An
         "made": datetime.now(UTC).strftime("%d %B %Y, %H:%M UTC").lstrip("0"),
         "machines": seen("machine"),
         "versions": "; ".join(f"{name} {seen(name)}" for name in ("afield", "torch", "numpy", "python")),
-        "command": command,
+        "command": shlex.join(["afield", "report", *arguments, *["--title", title] * (title != TITLE)]),
         "version": __version__,
         "number_of_runs": len(told),
         "number_of_methods": len({run.method for run in told}),
