@@ -156,9 +156,9 @@ def read(study: Any) -> list[Trial]:
 
 def _judge(study: Any, changes: Changes, folder: Path, amplitudes: Sequence[float]) -> None:
     """Add the trials of one trained model that the study lacks; none if it diverged."""
-    if not runs.finished(folder) or "nll/val" not in runs.read(folder).metrics:
+    finished = runs.read(folder) if runs.finished(folder) else None
+    if finished is None or "nll/val" not in finished.metrics:
         return
-    finished = runs.read(folder)
     known = [t.amplitude for t in read(study) if t.changes == changes]
     if None not in known:
         figures, count = finished.metrics, len(finished.prediction("val"))
