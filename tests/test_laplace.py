@@ -72,9 +72,8 @@ def test_blocks_make_the_whole_product(n, num_features):
     precision = fitted(phi, w)
     expected = torch.stack([phi.T @ (phi * column[:, None]) for column in w.T])
     torch.testing.assert_close(precision.data, expected, rtol=1e-11, atol=1e-11)
-    if (
-        n >= BLOCK
-    ):  # upper blocks are copies; within a block on the diagonal, mirrored sums may differ in their last bit
+    # Upper blocks are copies; within a block on the diagonal, mirrored sums may differ in their last bit.
+    if n >= BLOCK:
         assert torch.equal(precision.data[:, :BLOCK, BLOCK:], precision.data[:, BLOCK:, :BLOCK].mT)
     inverse = torch.linalg.inv(expected + 0.5 * eye(num_features))
     found = variance(precision, new, 0.5)

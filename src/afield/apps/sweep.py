@@ -116,8 +116,12 @@ def sweep(asked: Sweep, console: Console) -> Config:
     chosen = choose(trials)
     result = replace(base, settings=replace(base.settings, **chosen.changes, amplitude=chosen.amplitude))
     runs.write(folder / CHOICE, runs.to_toml(result.to_dict()))
-    tested = {"trials": [asdict(t) for t in trials], "diverged": diverged}
-    record = {"config": result.to_dict(), "chosen": asdict(chosen)} | tested
+    record = {
+        "config": result.to_dict(),
+        "chosen": asdict(chosen),
+        "trials": [asdict(t) for t in trials],
+        "diverged": diverged,
+    }
     runs.write_json(folder / RECORD, record)
     _tell(trials, diverged, chosen, console)
     console.print(f"Train with it: [bold]afield train --config {folder / CHOICE}[/bold]", soft_wrap=True)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from afield.backbones.resffn import ResFFN
 from afield.batch import evaluating
 from afield.convert import SNGP, sngp
-from afield.engine import make_optimizer, schedule
+from afield.engine import Diverged, make_optimizer, schedule
 from afield.predictive import Prediction
 from afield.tasks.task import Settings
 
@@ -180,7 +180,7 @@ def train(model: SNGP, rows: Rows, held: Rows, how: Training) -> History:
             decay.step()
             total += float(loss.detach()) * len(index)
         if not math.isfinite(total):
-            raise ValueError(
+            raise Diverged(
                 f"The loss became {total} in epoch {epoch}: use a learning_rate below {how.learning_rate:g}, or look "
                 "for extreme values in the table."
             )

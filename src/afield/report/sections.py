@@ -100,7 +100,7 @@ def make(task: str, slug: str, groups: Sequence[Group], pictures: Sequence[Pictu
     """Everything but the pictures is computed here; the one of risks gets the points that policies choose."""
     far = columns.far_table(task, groups)
     several = {g.name: [d for run in g.runs if (d := decided(runs.read(run.folder))) is not None] for g in groups}
-    marked = picture_of(task, groups, several)
+    marked = picture_of(task, groups, several) if pictures else None
     pictures = [marked if marked is not None and picture.name == marked.name else picture for picture in pictures]
     return Section(
         task,

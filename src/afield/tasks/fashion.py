@@ -7,7 +7,7 @@ Files that are looked for, the published ones first (https://github.com/zalandor
     notMNIST/t10k-images-idx3-ubyte[.gz]        else images/notmnist_dev5k.npz
 
 Validation data is a tenth of the training data, cut by the seed. `small` is the first 30,000 training images and a
-Wide ResNet-10-1 with stride 2 in its stem (half a minute on two cores), `paper` is everything and a Wide ResNet-16-4.
+Wide ResNet-10-1 with stride 2 in its stem (a minute or so on one core), `paper` is everything and a Wide ResNet-16-4.
 """
 
 from dataclasses import replace
