@@ -50,12 +50,13 @@ def measure(name: str) -> dict[str, float]:
     settings = task.settings
     torch.manual_seed(0)
     model = method.build(task.backbone, task.num_outputs, settings).train()
+    engine.freeze(model, settings.frozen)
     optimizer = engine.make_optimizer(model, settings)
     loader = engine.training_batches(task, settings, torch.Generator().manual_seed(0))
     source = forever(loader)
 
     def fetch() -> Any:
-        return method.transform(task.augment(next(source)))
+        return method.transform(task.augment(next(source), settings))
 
     def step(batch: Any) -> None:
         assert method.loss is not None

@@ -191,6 +191,7 @@ def test_grid_has_all_combinations_in_the_settings_types():
     assert found[0] == {"learning_rate": 1e-3, "epochs": 3, "bound": None}
     assert isinstance(found[0]["epochs"], int)
     assert combinations([]) == [{}]
+    assert combinations(["frozen=,0.*"]) == [{"frozen": ()}, {"frozen": ("0.*",)}]
 
 
 def test_sweep_goes_on_and_writes_a_config_for_train(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -219,6 +220,15 @@ def test_sweep_without_amplitudes_chooses_the_smallest_nll(task: str, method: st
     record = json.loads(choice.read_text())
     assert [t["amplitude"] for t in record["trials"]] == [None, None]
     assert record["chosen"] == min(record["trials"], key=lambda t: t["nll"])
+
+
+def test_sweep_over_names_goes_on_as_well(tmp_path: Path):
+    arguments = ["sweep", "two-moons", *TINY, "--method", "dnn", "--out", str(tmp_path), "--grid", "frozen=,0.*"]
+    main(arguments)
+    main(arguments)  # from the study on disk
+    (choice,) = tmp_path.rglob("choice.json")
+    assert [t["changes"] for t in json.loads(choice.read_text())["trials"]] == [{"frozen": []}, {"frozen": ["0.*"]}]
+    assert {folder.name for folder in choice.parent.iterdir() if folder.is_dir()} == {"frozen-none", "frozen-0.*"}
 
 
 def test_sweep_leaves_out_what_diverges(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

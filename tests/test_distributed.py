@@ -76,7 +76,7 @@ SNGP64 = doubled(METHODS["sngp"])
 DIES_AT: list[int] = []
 
 
-def mortal(batch: Any) -> Any:
+def mortal(batch: Any, settings: Settings) -> Any:
     """Training batches as they are; a process that is to die does so at one of them."""
     if DIES_AT:
         DIES_AT[0] -= 1

@@ -91,7 +91,7 @@ def test_seeds_do_not_share_the_order_of_examples(moons: Task):
 def test_transforms_are_for_training_only(moons: Task):
     seen: list[str] = []
 
-    def note(what: str, batch: object) -> object:
+    def note(what: str, batch: object, settings: object = None) -> object:
         seen.append(what)
         return batch
 
@@ -143,6 +143,20 @@ def test_output_layer_has_its_own_rate_and_vectors_no_decay(moons: Task):
         assert at_head == shapes
         assert sum(len(g["params"]) for g in groups) == len(list(model.parameters()))
         assert all((g["weight_decay"] > 0) == all(p.dim() > 1 for p in g["params"]) for g in groups)
+
+
+@pytest.mark.parametrize("name", ["dnn", "sngp"])
+def test_frozen_parameters_stay_and_all_others_learn(name: str, moons: Task):
+    torch.manual_seed(0)
+    before = METHODS[name].build(moons.backbone, 2, moons.settings).state_dict()
+    model = fit(moons, METHODS[name], epochs=1, frozen=("1.branch.*", "bias"))
+    for parameter, now in model.named_parameters():
+        assert torch.equal(now, before[parameter]) == (".1.branch." in parameter or parameter.endswith(".bias"))
+
+
+def test_frozen_names_that_are_not_there_are_refused(moons: Task):
+    with pytest.raises(ValueError, match=r"frozen expects names of parameters, got 'embeddings\.\*'"):
+        fit(moons, METHODS["dnn"], epochs=1, frozen=("embeddings.*",))
 
 
 def test_batches_are_in_order_and_complete(moons: Task):

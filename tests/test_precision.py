@@ -58,3 +58,38 @@ def test_bfloat16_variances_are_within_two_percent_of_float32(network: str):
     )
     assert done.returncode == 0, done.stderr
     assert 0 < float(done.stdout) <= 0.02
+
+
+TRAINING = """
+import dataclasses, torch
+from afield.engine import fit
+from afield.methods import METHODS
+from afield.tasks import TASKS
+
+task, seen = TASKS["two-moons"](0), set()
+
+def loss(model, batch):
+    model[0][1].branch[0].register_forward_hook(lambda _, x, y: seen.add(y.dtype))
+    return METHODS["dnn"].loss(model, batch)
+
+method = dataclasses.replace(METHODS["dnn"], loss=loss)
+accuracies = []
+for precision in ("float32", "bfloat16"):
+    seen.clear()
+    model = fit(task, method, epochs=3, precision=precision)
+    assert getattr(torch, precision) in seen, seen
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    x, y = task.test.tensors
+    accuracies.append(float((method.predict(model, x).labels == y).float().mean()))
+print(max(accuracies) - min(accuracies) if min(accuracies) > 0.8 else accuracies)
+"""
+
+
+@pytest.mark.slow
+def test_training_in_bfloat16_ends_near_float32():
+    environment = os.environ | {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"}
+    done = subprocess.run(
+        [sys.executable, "-c", TRAINING], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout) < 0.02

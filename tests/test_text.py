@@ -18,7 +18,7 @@ from afield.backbones.transformer import TransformerEncoder, encoder_source, tok
 from afield.engine import batches, fit
 from afield.methods import METHODS
 from afield.spectral import bounds_of
-from afield.tasks.clinc import RECIPE, SMALL, by_length, clinc, read, thinned
+from afield.tasks.clinc import RECIPE, SMALL, by_length, clinc, drop_words, read, thinned
 from afield.tasks.data import DataDamaged
 from tests.conftest import data_file
 
@@ -222,6 +222,34 @@ def test_by_length_saves_padding_and_still_shuffles(generator: torch.Generator):
     tops = torch.tensor([int(lengths[batch].max()) for batch in made])
     assert (tops.diff() > 0).any()  # short and long batches in no order
     assert (tops.diff() < 0).any()
+
+
+# Words left out
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.integers(1, 12), min_size=1, max_size=20), st.floats(0, 1), st.integers(0, 99))
+def test_dropped_words_are_padding_and_the_ends_stay(lengths: list[int], rate: float, seed: int):
+    torch.manual_seed(seed)
+    pad, lasts = 7, torch.tensor(lengths) - 1
+    ids = torch.arange(12).expand(len(lengths), 12) + 100
+    ids = ids.masked_fill(torch.arange(12) > lasts[:, None], pad)
+    classes = torch.arange(len(lengths))
+    dropped, same = drop_words((ids, classes), rate, pad)
+    assert torch.equal(same, classes)
+    assert torch.equal(dropped[:, 0], ids[:, 0])
+    assert torch.equal(dropped[classes, lasts], ids[classes, lasts])
+    assert ((dropped == ids) | (dropped == pad)).all()
+
+
+def test_words_are_dropped_at_their_rate_anew_each_time():
+    ids, classes = torch.full((500, 32), 3), torch.zeros(500)
+    first, again = (drop_words((ids, classes), 0.1, 0)[0] for _ in range(2))
+    assert float((first == 0).sum() / (500 * 30)) == pytest.approx(0.1, abs=0.01)
+    assert not torch.equal(first, again)
+    random = torch.get_rng_state()
+    assert torch.equal(drop_words((ids, classes), 0.0, 0)[0], ids)
+    assert torch.equal(torch.get_rng_state(), random)
 
 
 # The task

@@ -13,6 +13,7 @@ import math
 import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,7 @@ from torch.utils.data import (
 )
 
 from afield import distributed
+from afield.batch import device_of
 from afield.methods import Method
 from afield.posterior import share_statistics
 from afield.tasks import Settings, Task
@@ -72,6 +74,7 @@ def fit(
     model = method.build(task.backbone, task.num_outputs, settings)
     with distributed.watched(fabric):
         if method.loss is not None:
+            freeze(model, settings.frozen)
             if world > 1:
                 torch.manual_seed(_mixed(_mixed(seed, 0), rank))  # masks and augmentation of its own
             train(model, task, method, settings, seed=seed, checkpoint=checkpoint, on_epoch=on_epoch, fabric=fabric)
@@ -107,15 +110,18 @@ def train(
     stepper: Any = optimizer if fabric is None else fabric.setup_optimizers(optimizer)
     parts = {"model": model, "optimizer": optimizer, "decay": decay}
     done = _resume(checkpoint, parts, fabric)
+    device = device_of(model) or torch.device("cpu")
+    lower = torch.autocast(device.type, torch.bfloat16, enabled=settings.precision == "bfloat16")
     model.train()
     for epoch in range(done, settings.epochs):
         shuffle.manual_seed(_mixed(seed, epoch))
         total, count = 0.0, 0.0
         for batch, weight in _weighted(loader, fabric):
-            batch = method.transform(task.augment(batch))
+            batch = method.transform(task.augment(batch, settings))
             batch = batch if fabric is None else fabric.to_device(batch)
             stepper.zero_grad()
-            loss = forward(batch, weight)
+            with lower:
+                loss = forward(batch, weight)
             backward(loss if weight == 1 else loss * weight)
             stepper.step()
             decay.step()
@@ -129,6 +135,17 @@ def train(
             )
         _keep(checkpoint, parts, epoch + 1, fabric)
         on_epoch(epoch + 1, total / count)
+
+
+def freeze(model: nn.Module, names: Iterable[str]) -> None:
+    """Take parameters out of training, by patterns of their names from any dot on."""
+    parameters = {f".{name}": p for name, p in model.named_parameters()}
+    for pattern in names:
+        chosen = [p for name, p in parameters.items() if fnmatchcase(name, f"*.{pattern}")]
+        if not chosen:
+            raise ValueError(f"frozen expects names of parameters, got {pattern!r}, and the model has none like that.")
+        for parameter in chosen:
+            parameter.requires_grad_(False)
 
 
 def make_optimizer(model: nn.Module, settings: Settings, *, fused: bool = True) -> torch.optim.Optimizer:

@@ -155,7 +155,13 @@ def choose(trials: Sequence[Trial]) -> Trial:
 
 def read(study: Any) -> list[Trial]:
     """The finished trials of a study."""
-    return [Trial(**t.user_attrs) for t in study.trials if t.state.is_finished() and t.user_attrs]
+    found = [Trial(**t.user_attrs) for t in study.trials if t.state.is_finished() and t.user_attrs]
+    return [
+        replace(
+            t, changes={name: tuple(value) if isinstance(value, list) else value for name, value in t.changes.items()}
+        )
+        for t in found
+    ]
 
 
 def _judge(study: Any, changes: Changes, folder: Path, amplitudes: Sequence[float]) -> None:
@@ -214,16 +220,20 @@ def _tell(trials: Sequence[Trial], diverged: Sequence[Changes], chosen: Trial, c
         amplitude = "calibrated" if t.amplitude is None else f"{t.amplitude:g}"
         accuracy = "" if t.accuracy is None else f"{t.accuracy:.4f}"
         table.add_row(
-            *map(str, t.changes.values()), amplitude, accuracy, f"{t.nll:.4f}", "chosen" if t == chosen else ""
+            *map(_plain, t.changes.values()), amplitude, accuracy, f"{t.nll:.4f}", "chosen" if t == chosen else ""
         )
     for changes in diverged:
-        table.add_row(*map(str, changes.values()), "", "", "diverged", "")
+        table.add_row(*map(_plain, changes.values()), "", "", "diverged", "")
     console.print(table)
 
 
 def _name(changes: Changes) -> str:
     """Of the folder of a combination."""
-    return ",".join(f"{name}-{value}" for name, value in changes.items()) or "as-is"
+    return ",".join(f"{name}-{_plain(value)}" for name, value in changes.items()) or "as-is"
+
+
+def _plain(value: Any) -> str:
+    return ("+".join(value) or "none") if isinstance(value, tuple) else str(value)
 
 
 def _value(name: str, text: str, default: Any) -> Any:
@@ -234,7 +244,7 @@ def _value(name: str, text: str, default: Any) -> Any:
         if isinstance(default, str):
             return text
         if isinstance(default, tuple):
-            return (text,)
+            return (text,) if text else ()
         return None if text.lower() == "none" else float(text)
     except ValueError:
         raise ValueError(f"The setting {name} expects a number, got {text!r}.") from None

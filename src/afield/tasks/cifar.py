@@ -104,7 +104,7 @@ def _load(name: str, classes: int, seed: int, preset: str) -> Task:
         shifted=Corrupted(
             test[0][shifted], test[1][shifted], published=published, rows=None if rows is None else rows[shifted]
         ),
-        augment=crop_and_flip,
+        augment=lambda batch, _: crop_and_flip(batch),
     )
 
 

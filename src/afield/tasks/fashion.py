@@ -66,7 +66,7 @@ def fashion(seed: int, preset: str) -> Task:
         ood={**ood, "noise": noise(min(ood_size, 2500), (1, 28, 28), seed=0), **named_ood(1, 28)},
         num_outputs=10,
         backbone=partial(_NETS[preset], mean=MEAN, std=STD),
-        augment=partial(crop_and_flip, padding=2),
+        augment=lambda batch, _: crop_and_flip(batch, padding=2),
     )
 
 

@@ -67,7 +67,7 @@ def imagenet(seed: int, preset: str) -> Task:
         num_outputs=len(classes),
         backbone=ResNet50,
         shifted=_published(classes, per_class, size),
-        augment=random_parts,
+        augment=lambda batch, _: random_parts(batch),
     )
 
 

@@ -32,6 +32,12 @@ class Settings:
     """How the learning rate falls; steps: times 0.2 at 30%, 60% and 80%."""
     warmup: float = 0.0
     """Part of the training in which the learning rate rises from zero."""
+    word_dropout: float = 0.0
+    """Part of the words of a training sentence that are left out, anew each time; for tasks of text."""
+    frozen: tuple[str, ...] = ()
+    """Names of parameters that are not trained, * and ? allowed."""
+    precision: Literal["float32", "bfloat16"] = "float32"
+    """Of the products in training; weights, posterior and predictions stay in float32."""
     likelihood: Literal["categorical", "bernoulli", "gaussian", "poisson"] = "categorical"
     """Of the targets."""
     bound: float | None = 0.95
@@ -61,7 +67,7 @@ class Task:
     """In-domain parts, shifted test sets, OOD sets by name, and a factory of the usual backbone.
 
     grid     inputs without labels that the report draws predictions on, for tasks in one or two dimensions
-    augment  what happens to a training batch (x, y) before the method's own transform
+    augment  (batch, settings) -> the training batch (x, y) as the method's own transform gets it
     order    (batch size, generator) -> the batches of an epoch as index tensors; None: shuffled
     scale    what real targets were divided by: figures are reported in their own units
     """
@@ -75,7 +81,7 @@ class Task:
     backbone: Callable[[], nn.Module]
     shifted: Mapping[str, TensorDataset] = field(default_factory=dict)
     grid: Tensor | None = None
-    augment: Callable[[Any], Any] = lambda batch: batch
+    augment: Callable[[Any, Settings], Any] = lambda batch, settings: batch
     order: Callable[[int, torch.Generator], Sequence[Tensor]] | None = None
     scale: float = 1.0
     settings: Settings = Settings()
