@@ -341,6 +341,10 @@ def test_suites_name_runs_that_exist(name: str, preset: str):
     only = suite.configs(preset, methods=["dnn"], seeds=2)
     assert {c.method for c in only} == {"dnn"}
     assert len(only) == 2 * len(suite.methods)
+    assert {c.settings.precision for c in only} == {"float32"}
+    lower = suite.configs(preset, precision="bfloat16")
+    assert {c.settings.precision for c in lower} == {"bfloat16"}
+    assert [(c.task, c.method, c.seed) for c in lower] == [(c.task, c.method, c.seed) for c in configs]
     with pytest.raises(ValueError, match="at least one seed"):
         suite.configs(preset, seeds=0)
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from afield.experiment import Config
 from afield.methods import METHODS
@@ -42,24 +43,27 @@ class Suite:
     pooled: bool = False
 
     def configs(
-        self, preset: str = "small", *, methods: Sequence[str] | None = None, seeds: int | None = None
+        self,
+        preset: str = "small",
+        *,
+        methods: Sequence[str] | None = None,
+        seeds: int | None = None,
+        precision: str | None = None,
     ) -> list[Config]:
-        """All runs of the suite; `methods` and `seeds` in the place of its own."""
+        """All runs of the suite; `methods`, `seeds` and `precision` in the place of its own and of its tasks'."""
         for name in methods or ():
             METHODS[name]
         count = self.seeds[preset] if seeds is None else seeds
         if count < 1:
             raise ValueError(f"A suite needs at least one seed, got {count}.")
+        given: dict[str, Any] = {"preset": preset} | ({} if precision is None else {"precision": precision})
+        number = "data_seed" if self.splits else "seed"
         configs = []
         for task, own in self.methods.items():
             for method in methods or own:
-                if self.pooled and METHODS[method].members is not None:
-                    configs.append(Config.of(task, method, preset=preset, members=count))
-                else:
-                    configs += [
-                        Config.of(task, method, preset=preset, **{"data_seed" if self.splits else "seed": number})
-                        for number in range(count)
-                    ]
+                pooled = self.pooled and METHODS[method].members is not None
+                runs = [{"members": count}] if pooled else [{number: i} for i in range(count)]
+                configs += [Config.of(task, method, **(given | run)) for run in runs]
         return configs
 
 

@@ -4,6 +4,7 @@ import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import tyro
 from rich.console import Console
@@ -25,6 +26,8 @@ class Reproduce:
     """Only these methods, on every task of the suite; none given: the suite's own."""
     seeds: int | None = None
     """How many; not given: the suite's own number."""
+    precision: Literal["float32", "bfloat16"] | None = None
+    """Of the products in training; not given: the tasks' own, float32."""
     jobs: int = os.cpu_count() or 1
     """Runs at a time, on this machine."""
     cluster: str | None = None
@@ -40,7 +43,7 @@ class Reproduce:
         if self.preset not in suite.seeds:
             raise ValueError(f"Unknown preset {self.preset!r}: expected one of {', '.join(suite.seeds)}.")
         out = self.out or Path("runs") / f"{self.suite}-{self.preset}"
-        configs = suite.configs(self.preset, methods=self.methods or None, seeds=self.seeds)
+        configs = suite.configs(self.preset, methods=self.methods or None, seeds=self.seeds, precision=self.precision)
         run_watched(console, configs, out, jobs=self.jobs, cluster=self.cluster, cpus=self.cpus_per_run)
         page = report(out, title=suite.title)
         console.print(
