@@ -7,7 +7,7 @@ this set. Sentences are token ids (N, 32), padded at the end (the paper's maximu
 batches taken in order have little padding; `by_length` does the same for shuffled ones.
 
 preset   encoder     settings
-small    MiniLM      six layers, fine-tuned for 5 epochs
+small    MiniLM      six layers, fine-tuned for 5 epochs, a tenth of the words left out; its embeddings stay
 smoke    MiniLM      a tenth of the data, one epoch
 paper    BERT-base   the paper's: 40 epochs, 5e-5, decay .01, warm-up .1, 2048 features; from the hub, if not on disk
 
@@ -128,7 +128,7 @@ def _parsed(path: Path) -> dict[str, list[list[str]]]:
 
 
 SMALL = Settings(
-    epochs=5,  # of 5 and 8 the better on validation data, as is the learning rate: results/choices
+    epochs=5,  # chosen on validation data, as are batch size, learning rate and word dropout: results/choices
     batch_size=32,
     learning_rate=5e-5,
     head_learning_rate=2e-2,
@@ -138,9 +138,11 @@ SMALL = Settings(
     warmup=0.1,
     bounded=("pooler",),
     num_random_features=2048,
+    word_dropout=0.1,
+    frozen=("*embed*",),  # seven percent of a step, and the words that no sentence has keep their place
     ridge=0.1,
 )
-PAPER = replace(SMALL, epochs=40, batch_size=256, learning_rate=5e-5, ridge=15 / 1024)
+PAPER = replace(SMALL, epochs=40, batch_size=256, word_dropout=0.0, frozen=(), ridge=15 / 1024)
 RECIPE = Recipe(
     clinc,
     presets(SMALL, smoke=replace(SMALL, epochs=1), paper=PAPER),
