@@ -228,7 +228,7 @@ def test_by_length_saves_padding_and_still_shuffles(generator: torch.Generator):
 
 
 @settings(max_examples=50, deadline=None)
-@given(st.lists(st.integers(1, 12), min_size=1, max_size=20), st.floats(0, 1), st.integers(0, 99))
+@given(st.lists(st.integers(1, 12), min_size=1, max_size=20), st.floats(0, 0.99), st.integers(0, 99))
 def test_dropped_words_are_padding_and_the_ends_stay(lengths: list[int], rate: float, seed: int):
     torch.manual_seed(seed)
     pad, lasts = 7, torch.tensor(lengths) - 1
@@ -250,6 +250,8 @@ def test_words_are_dropped_at_their_rate_anew_each_time():
     random = torch.get_rng_state()
     assert torch.equal(drop_words((ids, classes), 0.0, 0)[0], ids)
     assert torch.equal(torch.get_rng_state(), random)
+    with pytest.raises(ValueError, match=r"word_dropout expects a part from 0 to 1, 1 excluded, got 1\.0"):
+        drop_words((ids, classes), 1.0, 0)
 
 
 # The task

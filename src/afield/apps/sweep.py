@@ -156,12 +156,9 @@ def choose(trials: Sequence[Trial]) -> Trial:
 def read(study: Any) -> list[Trial]:
     """The finished trials of a study."""
     found = [Trial(**t.user_attrs) for t in study.trials if t.state.is_finished() and t.user_attrs]
-    return [
-        replace(
-            t, changes={name: tuple(value) if isinstance(value, list) else value for name, value in t.changes.items()}
-        )
-        for t in found
-    ]
+    for trial in found:
+        trial.changes.update({name: tuple(v) for name, v in trial.changes.items() if isinstance(v, list)})  # from JSON
+    return found
 
 
 def _judge(study: Any, changes: Changes, folder: Path, amplitudes: Sequence[float]) -> None:

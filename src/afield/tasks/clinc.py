@@ -97,6 +97,8 @@ def thinned(rows: Rows, factor: int) -> Rows:
 
 def drop_words(batch: Any, rate: float, pad: int) -> tuple[Tensor, Tensor]:
     """Sentences in which words are padding with probability `rate`, all but the first and last token, which mark it."""
+    if not 0 <= rate < 1:
+        raise ValueError(f"word_dropout expects a part from 0 to 1, 1 excluded, got {rate}.")
     ids, classes = batch
     if rate == 0:
         return ids, classes
