@@ -3,6 +3,7 @@
 import hashlib
 import logging
 import sys
+import tarfile
 import threading
 from collections.abc import Iterator
 from functools import partial
@@ -39,6 +40,10 @@ def put(folder: Path, name: str, body: bytes) -> Path:
     return path
 
 
+def sha256(body: bytes) -> str:
+    return f"sha256:{hashlib.sha256(body).hexdigest()}"
+
+
 class Quiet(SimpleHTTPRequestHandler):
     requests = 0
 
@@ -61,7 +66,7 @@ def server(tmp_path: Path, places: tuple[Path, Path]) -> Iterator[str]:
         thread = threading.Thread(target=httpd.serve_forever)
         thread.start()
         url = f"http://127.0.0.1:{httpd.server_address[1]}/"
-        SOURCES[NAME] = Source(url + "greeting.txt", hashlib.sha256(BODY).hexdigest())
+        SOURCES[NAME] = Source(url + "greeting.txt", sha256(BODY))
         try:
             yield url
         finally:
@@ -117,14 +122,15 @@ def test_missing_says_where_it_looked_what_to_get_and_how_to_point(name: str, so
 
 def test_every_source_is_pinned():
     for source in SOURCES.values():
-        assert source.url.startswith("https://")
+        assert source.url.startswith(("https://", "http://"))  # the hash makes up for the missing s
         assert "/master/" not in source.url
-        assert len(bytes.fromhex(source.sha256)) == 32
+        algorithm, digest = source.hash.split(":")
+        assert len(bytes.fromhex(digest)) == hashlib.new(algorithm).digest_size
 
 
-@pytest.mark.parametrize("name", SOURCES)
+@pytest.mark.parametrize("name", [name for name in SOURCES if name.startswith("clinc/")])
 def test_hashes_are_those_of_the_files(name: str):
-    assert hashlib.sha256(data_file(name).read_bytes()).hexdigest() == SOURCES[name].sha256
+    assert sha256(data_file(name).read_bytes()) == SOURCES[name].hash
 
 
 def test_arrays_round_trip(places: tuple[Path, Path]):
@@ -199,17 +205,95 @@ def test_fetch_replaces_a_damaged_copy(server: str, places: tuple[Path, Path]):
 
 def test_a_wrong_hash_is_refused_and_nothing_is_kept(server: str, places: tuple[Path, Path]):
     url = SOURCES.pop(NAME).url
-    SOURCES[NAME] = Source(url, "0" * 64)
-    with pytest.raises(DataDamaged, match=r"did not give the file test/greeting\.txt that was expected"):
+    SOURCES[NAME] = Source(url, "sha256:" + "0" * 64)
+    with pytest.raises(DataDamaged, match=r"did not give test/greeting\.txt as it was expected"):
         fetch(NAME)
     assert not [p for p in places[1].rglob("*") if p.is_file()]
 
 
 def test_a_failed_download_says_so(server: str):
     url = SOURCES.pop(NAME).url
-    SOURCES[NAME] = Source(url + "-not-there", "0" * 64)
+    SOURCES[NAME] = Source(url + "-not-there", "sha256:" + "0" * 64)
     with pytest.raises(DataMissing, match="The download failed: 404"):
         fetch(NAME)
+
+
+def test_what_is_on_disk_goes_before_a_download(
+    server: str, places: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("AFIELD_DOWNLOAD", "1")
+    part = put(places[0], "part.npz", b"a part")
+    assert find(NAME, "part.npz") == part
+    assert Quiet.requests == 0
+    part.unlink()
+    assert find("nobody/knows", NAME, "part.npz").read_bytes() == BODY
+
+
+def test_several_names_are_all_told(places: tuple[Path, Path]):
+    with pytest.raises(
+        DataMissing, match=r"None of svhn/test_32x32\.mat, images/svhn_dev2500\.npz was found"
+    ) as caught:
+        find("svhn/test_32x32.mat", "images/svhn_dev2500.npz")
+    assert "Get svhn/test_32x32.mat from http://ufldl.stanford.edu" in str(caught.value)
+
+
+# Tars
+
+
+@pytest.fixture
+def archive(server: str, tmp_path: Path) -> Iterator[str]:
+    """The name of a folder that is served as a tar, with the right hash."""
+    put(tmp_path / "packed", "many/a.txt", b"a")
+    put(tmp_path / "packed", "many/below/b.txt", b"b")
+    file = tmp_path / "www" / "many.tar.gz"
+    with tarfile.open(file, "w:gz") as tar:
+        tar.add(tmp_path / "packed" / "many", "many")
+    for name in ("test/many", "test/few"):
+        SOURCES[name] = Source(server + "many.tar.gz?download=1", sha256(file.read_bytes()))
+    yield "test/many"
+    for name in ("test/many", "test/few"):
+        del SOURCES[name]
+
+
+def test_a_tar_is_unpacked_once(archive: str, places: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch):
+    with pytest.raises(DataMissing):
+        find(archive)
+    monkeypatch.setenv("AFIELD_DOWNLOAD", "1")
+    folder = find(archive)
+    assert folder == places[1] / archive == fetch(archive)
+    assert {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*.txt")} == {
+        "a.txt": b"a",
+        "below/b.txt": b"b",
+    }
+    assert Quiet.requests == 1
+    assert list(folder.parent.iterdir()) == [folder]
+
+
+def test_a_tar_without_its_folder_leaves_nothing(archive: str, places: tuple[Path, Path]):
+    with pytest.raises(DataDamaged, match=r"many\.tar\.gz\?download=1 holds no folder few"):
+        fetch("test/few")
+    assert not list((places[1] / "test").iterdir())
+
+
+def test_a_tar_with_another_hash_is_not_unpacked(archive: str, places: tuple[Path, Path]):
+    url = SOURCES.pop(archive).url
+    SOURCES[archive] = Source(url, "md5:" + "0" * 32)
+    with pytest.raises(DataDamaged, match="did not give test/many as it was expected"):
+        fetch(archive)
+    assert not list((places[1] / "test").iterdir())
+
+
+def test_two_at_once_unpack_one_folder(archive: str, places: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch):
+    download = data._download
+
+    def meanwhile(name: str, target: Path) -> Path:
+        monkeypatch.setattr(data, "_download", download)
+        fetch(name)  # another process, from start to end
+        return download(name, target)
+
+    monkeypatch.setattr(data, "_download", meanwhile)
+    assert (fetch(archive) / "a.txt").read_bytes() == b"a"
+    assert list((places[1] / "test").iterdir()) == [places[1] / archive]
 
 
 def test_fetch_knows_only_files_with_an_address(places: tuple[Path, Path]):

@@ -220,9 +220,9 @@ def test_published_corruptions_are_read_at_the_right_rows(folder: Path):
 @pytest.mark.parametrize(
     ("recipe", "message"),
     [
-        (CIFAR10, r"images/cifar10_train20k\.npz was not found.*Or unpack .*cifar-10-batches-py/"),
-        (CIFAR100, r"images/cifar100_ood_dev3k\.npz was not found.*cifar-100-python/"),
-        (fashion.RECIPE, r"images/fashion_mnist_30k_10k\.npz was not found"),
+        (CIFAR10, r"None of cifar-10-batches-py, images/cifar10_train20k\.npz was found.*toronto.*AFIELD_DOWNLOAD=1"),
+        (CIFAR100, r"None of cifar-100-python, images/cifar100_ood_dev3k\.npz was found.*holds cifar-100-python"),
+        (fashion.RECIPE, r"None of FashionMNIST/raw/train-images-idx3-ubyte, .*fashion_mnist_30k_10k\.npz was found"),
         (imagenet.RECIPE, r"folder imagenet/train was not found; looked in .*image-net\.org.*set AFIELD_DATA"),
     ],
 )

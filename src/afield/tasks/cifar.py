@@ -24,7 +24,7 @@ from torch.utils.data import TensorDataset
 from afield.backbones.normalize import CIFAR10_MEAN, CIFAR10_STD
 from afield.backbones.wide_resnet import WideResNet
 from afield.tasks.corrupted import Corrupted
-from afield.tasks.data import DataMissing, arrays
+from afield.tasks.data import arrays, find, locate
 from afield.tasks.formats import cifar_batch, svhn_mat
 from afield.tasks.images import (
     Labelled,
@@ -32,7 +32,6 @@ from afield.tasks.images import (
     cut,
     dataset,
     first_per_class,
-    locate,
     named_ood,
     noise,
     to_tensor,
@@ -111,24 +110,24 @@ def _load(name: str, classes: int, seed: int, preset: str) -> Task:
 def training(name: str) -> Labelled:
     """All training images (N, 32, 32, 3) that are at hand, and labels."""
     if name == "cifar10":
-        return _either(name, _join_batches, lambda: _of("images/cifar10_train20k.npz"))
-    return _either(name, lambda root: _fine(root / "train"), lambda: _part_of_cifar100(test=False))
+        return _read(find(_ROOTS[name], "images/cifar10_train20k.npz"), _join_batches)
+    return _read(find(_ROOTS[name], _CIFAR100), lambda root: _fine(root / "train"), lambda x: _part(x, test=False))
 
 
 def testing(name: str) -> Labelled:
     """All test images that are at hand, and labels."""
     if name == "cifar10":
-        return _either(name, _test_batch, lambda: _of("images/cifar10_test_dev5k.npz"))
-    return _either(name, lambda root: _fine(root / "test"), lambda: _part_of_cifar100(test=True))
+        return _read(find(_ROOTS[name], "images/cifar10_test_dev5k.npz"), lambda root: cifar_batch(root / "test_batch"))
+    return _read(find(_ROOTS[name], _CIFAR100), lambda root: _fine(root / "test"), lambda x: _part(x, test=True))
 
 
 def outside(name: str) -> np.ndarray:
     """Images for OOD: of a set that is not trained on, every image at hand will do."""
     if name == "svhn":
-        path = locate("svhn/test_32x32.mat", "SVHN/test_32x32.mat", "test_32x32.mat")
-        return (svhn_mat(path) if path else _of("images/svhn_dev2500.npz"))[0]
+        names = (f"{folder}test_32x32.mat" for folder in ("svhn/", "SVHN/", ""))
+        return _read(find(*names, "images/svhn_dev2500.npz"), svhn_mat)[0]
     if name == "cifar100":
-        return _either(name, lambda root: _fine(root / "test"), lambda: _of("images/cifar100_ood_dev3k.npz"))[0]
+        return _read(find(_ROOTS[name], _CIFAR100), lambda root: _fine(root / "test"))[0]
     return testing(name)[0]
 
 
@@ -140,15 +139,17 @@ def official_rows(name: str) -> np.ndarray | None:
 
 
 _ROOTS = {"cifar10": "cifar-10-batches-py", "cifar100": "cifar-100-python"}
+_CIFAR100 = "images/cifar100_ood_dev3k.npz"
 
 
-def _either(name: str, published: Callable[[Path], Labelled], subset: Callable[[], Labelled]) -> Labelled:
-    if (root := locate(_ROOTS[name])) is not None:
-        return published(root)
-    try:
-        return subset()
-    except DataMissing as error:
-        raise DataMissing(f"{error} Or unpack the Python version of {name} there: {_ROOTS[name]}/ is read.") from error
+def _read(
+    path: Path, published: Callable[[Path], Labelled], cut: Callable[[Labelled], Labelled] = lambda subset: subset
+) -> Labelled:
+    """What is published, or what is cut of our npz subset of it."""
+    if path.suffix != ".npz":
+        return published(path)
+    content = arrays(path)
+    return cut((content["x"], content["y"].astype(np.int64)))
 
 
 def _join_batches(root: Path) -> Labelled:
@@ -156,22 +157,13 @@ def _join_batches(root: Path) -> Labelled:
     return np.concatenate([x for x, _ in batches]), np.concatenate([y for _, y in batches])
 
 
-def _test_batch(root: Path) -> Labelled:
-    return cifar_batch(root / "test_batch")
-
-
 def _fine(path: Path) -> Labelled:
     return cifar_batch(path, "fine_labels")
 
 
-def _of(name: str) -> Labelled:
-    content = arrays(name)
-    return content["x"], content["y"].astype(np.int64)
-
-
-def _part_of_cifar100(test: bool) -> Labelled:
-    """Of 30 images a class, the first 24 are for training and the rest for the test."""
-    x, y = _of("images/cifar100_ood_dev3k.npz")
+def _part(subset: Labelled, *, test: bool) -> Labelled:
+    """Of 30 images a class of CIFAR-100, the first 24 are for training and the rest for the test."""
+    x, y = subset
     rows = first_per_class(y, 24)
     rows = np.setdiff1d(np.arange(len(y)), rows) if test else rows
     return x[rows], y[rows]

@@ -1,15 +1,20 @@
 """Where data lies on disk, and how to get it.
 
 A name such as "clinc/data_full.json" is a path below one of two folders: $AFIELD_DATA, then the user's cache. Nothing
-is downloaded unless you ask, with `fetch(name)` or by setting AFIELD_DOWNLOAD=1, and a download counts only if its
-SHA-256 is the one written here. A set of your own: `SOURCES["mine/x.npz"] = Source(url, sha256)`.
+is downloaded unless you ask, with `fetch(name)` or by setting AFIELD_DOWNLOAD=1 for what is on neither, and a download
+counts only if its hash is the one written here. Tars are unpacked, `fetch("CIFAR-10-C")` is a folder. A set of your
+own: `SOURCES["mine/x.npz"] = Source(url, "sha256:...")`.
 """
 
+import importlib.util
 import os
 import sys
+import tarfile
+import tempfile
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import NamedTuple
+from urllib.parse import urlsplit
 
 import numpy as np
 
@@ -17,26 +22,72 @@ from afield.registry import Registry
 
 
 class Source(NamedTuple):
-    """A file that anybody can download, and the hash that it must have."""
+    """What anybody can download, a file or a tar with a folder of that name, and the hash that it must have."""
 
     url: str
-    sha256: str
+    hash: str  # algorithm:digest
+
+    @property
+    def packed(self) -> bool:
+        return ".tar" in Path(urlsplit(self.url).path).suffixes
 
 
-_CLINC = "https://raw.githubusercontent.com/clinc/oos-eval/828f8093932c8fe6ca7936c3d2e52903b1c523de/data/"
+_CLINC = "https://raw.githubusercontent.com/clinc/oos-eval/828f8093932c8fe6ca7936c3d2e52903b1c523de/data"
+_CIFAR = "https://www.cs.toronto.edu/~kriz"
+_FASHION = "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com"
 
+# MD5 where the authors publish no other. CIFAR-10-C and -100-C have 2.9 GB each, and ours are made in minutes: they are
+# fetched by name only.
 SOURCES: Registry[Source] = Registry("downloadable file")
-SOURCES["clinc/data_full.json"] = Source(
-    _CLINC + "data_full.json", "36923c3705a59e08fe9c3883d8bc2dd966ef93e22cb78ac41171782a698d56e0"
-)
-SOURCES["clinc/data_small.json"] = Source(
-    _CLINC + "data_small.json", "050e17476e6b4fa88f8518edaf09921c8f5e3a86dc8b63615361102a20b2ac01"
-)
-SOURCES["clinc/data_oos_plus.json"] = Source(
-    _CLINC + "data_oos_plus.json", "bfcca9ae515623541dc1983c94c4ed7cae9d26b42ae47d74b972e51bb6f7a21f"
-)
-SOURCES["clinc/domains.json"] = Source(
-    _CLINC + "domains.json", "b947b579d3b8e74b06f93b01083d8efaff2888b43a3e362533bd88a6e1211b3a"
+SOURCES.update(
+    {
+        "clinc/data_full.json": Source(
+            f"{_CLINC}/data_full.json", "sha256:36923c3705a59e08fe9c3883d8bc2dd966ef93e22cb78ac41171782a698d56e0"
+        ),
+        "clinc/data_small.json": Source(
+            f"{_CLINC}/data_small.json", "sha256:050e17476e6b4fa88f8518edaf09921c8f5e3a86dc8b63615361102a20b2ac01"
+        ),
+        "clinc/data_oos_plus.json": Source(
+            f"{_CLINC}/data_oos_plus.json", "sha256:bfcca9ae515623541dc1983c94c4ed7cae9d26b42ae47d74b972e51bb6f7a21f"
+        ),
+        "clinc/domains.json": Source(
+            f"{_CLINC}/domains.json", "sha256:b947b579d3b8e74b06f93b01083d8efaff2888b43a3e362533bd88a6e1211b3a"
+        ),
+        "cifar-10-batches-py": Source(
+            f"{_CIFAR}/cifar-10-python.tar.gz",
+            "sha256:6d958be074577803d12ecdefd02955f39262c83c16fe9348329d7fe0b5c001ce",
+        ),
+        "cifar-100-python": Source(
+            f"{_CIFAR}/cifar-100-python.tar.gz",
+            "sha256:85cd44d02ba6437773c5bbd22e183051d648de2e7d6b014e1ef29b855ba677a7",
+        ),
+        "CIFAR-10-C": Source(
+            "https://zenodo.org/records/2535967/files/CIFAR-10-C.tar", "md5:56bf5dcef84df0e2308c6dcbcbbd8499"
+        ),
+        "CIFAR-100-C": Source(
+            "https://zenodo.org/records/3555552/files/CIFAR-100-C.tar", "md5:11f0ed0f1191edbf9fa23466ae6021d3"
+        ),
+        "svhn/test_32x32.mat": Source(
+            "http://ufldl.stanford.edu/housenumbers/test_32x32.mat",
+            "sha256:cdce80dfb2a2c4c6160906d0bd7c68ec5a99d7ca4831afa54f09182025b6a75b",
+        ),
+        "FashionMNIST/raw/train-images-idx3-ubyte.gz": Source(
+            f"{_FASHION}/train-images-idx3-ubyte.gz", "md5:8d4fb7e6c68d591d4c3dfef9ec88bf0d"
+        ),
+        "FashionMNIST/raw/train-labels-idx1-ubyte.gz": Source(
+            f"{_FASHION}/train-labels-idx1-ubyte.gz", "md5:25c81989df183df01b3e8a0aad5dffbe"
+        ),
+        "FashionMNIST/raw/t10k-images-idx3-ubyte.gz": Source(
+            f"{_FASHION}/t10k-images-idx3-ubyte.gz", "md5:bef4ecab320f06d8554ea6380940ec79"
+        ),
+        "FashionMNIST/raw/t10k-labels-idx1-ubyte.gz": Source(
+            f"{_FASHION}/t10k-labels-idx1-ubyte.gz", "md5:bb300cfdad3c16e7a12a480ee83cd310"
+        ),
+        "MNIST/raw/t10k-images-idx3-ubyte.gz": Source(
+            "https://ossci-datasets.s3.amazonaws.com/mnist/t10k-images-idx3-ubyte.gz",
+            "md5:9fb629c4189551a2d022fa330f9573f3",
+        ),
+    }
 )
 
 # Files that were made from public data and have no address of their own.
@@ -64,22 +115,29 @@ class DataDamaged(ValueError):
     """A file that is there and cannot be read, or a download with the wrong hash."""
 
 
-def find(name: str) -> Path:
-    """The file of that name, or `DataMissing`; downloaded if AFIELD_DOWNLOAD=1 and there is an address."""
-    for folder in folders():
-        if (folder / name).is_file():
-            return folder / name
-    if os.environ.get("AFIELD_DOWNLOAD") == "1" and name in SOURCES:
-        return fetch(name)
-    raise DataMissing(_missing(name))
+def find(*names: str) -> Path:
+    """The first of these files or folders that is there.
+
+    If none is, the first with an address is downloaded where AFIELD_DOWNLOAD=1; otherwise `DataMissing`.
+    """
+    if (path := locate(*names)) is not None:
+        return path
+    if os.environ.get("AFIELD_DOWNLOAD") == "1" and (known := [name for name in names if name in SOURCES]):
+        return fetch(known[0])
+    raise DataMissing(_missing(*names))
 
 
-def arrays(name: str) -> dict[str, np.ndarray]:
-    """The arrays of an npz file, by name; never unpickles."""
-    path = find(name)
+def locate(*names: str) -> Path | None:
+    """The first of these files or folders that is there, below the data folders; nothing is downloaded."""
+    return next((folder / name for name in names for folder in folders() if (folder / name).exists()), None)
+
+
+def arrays(file: str | Path) -> dict[str, np.ndarray]:
+    """The arrays of an npz file, by name; never unpickles. The file is a path, or a name as `find` takes it."""
+    path = find(file) if isinstance(file, str) else file
     try:
-        with path.open("rb") as handle, np.load(handle, allow_pickle=False) as file:
-            return {key: file[key] for key in file.files}
+        with path.open("rb") as handle, np.load(handle, allow_pickle=False) as content:
+            return {key: content[key] for key in content.files}
     except Exception as error:  # zip, zlib and numpy raise a dozen kinds between them
         raise DataDamaged(
             f"{path} is not a readable npz file of plain arrays ({type(error).__name__}: {error}). "
@@ -88,21 +146,45 @@ def arrays(name: str) -> dict[str, np.ndarray]:
 
 
 def fetch(name: str) -> Path:
-    """Download a file of `SOURCES` to the user's cache, unless it is there; its hash is checked in either case."""
+    """Download a file of `SOURCES` to the user's cache, unless it is there; its hash is checked in either case.
+
+    A tar is unpacked, and the folder appears when it is whole: one that is there is taken as it is.
+    """
     if name not in SOURCES:
         raise DataMissing(_missing(name))
+    source, target = SOURCES[name], cache() / name
+    if source.packed and target.is_dir():
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if not source.packed:
+        return _download(name, target)
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".unpacking-") as folder:
+        archive, unpacked = _download(name, Path(folder) / "archive"), Path(folder) / "unpacked"
+        with tarfile.open(archive) as tar:
+            tar.extractall(unpacked, filter="data")
+        if not (unpacked / target.name).is_dir():
+            raise DataDamaged(f"{source.url} holds no folder {target.name}.")
+        try:
+            (unpacked / target.name).rename(target)
+        except OSError:
+            if not target.is_dir():  # else another process was first
+                raise
+    return target
+
+
+def _download(name: str, target: Path) -> Path:
     try:
         import pooch
     except ImportError as error:
         raise ImportError('Downloads need pooch: pip install "afield[data]".') from error
-    url, sha256 = SOURCES[name]
-    target = cache() / name
+    url, known = SOURCES[name]
+    bar = sys.stderr.isatty() and importlib.util.find_spec("tqdm") is not None
     try:
-        return Path(pooch.retrieve(url, f"sha256:{sha256}", fname=target.name, path=target.parent))
+        return Path(pooch.retrieve(url, known, fname=target.name, path=target.parent, progressbar=bar))
     except OSError as error:
         raise DataMissing(f"{_missing(name)} The download failed: {error}.") from error
     except ValueError as error:  # pooch's own word for a wrong hash; it has deleted the download
-        raise DataDamaged(f"{url} did not give the file {name} that was expected: {error}") from error
+        raise DataDamaged(f"{url} did not give {name} as it was expected: {error}") from error
 
 
 def folders() -> list[Path]:
@@ -122,12 +204,15 @@ def cache() -> Path:
     return Path.home() / ".cache" / "afield"
 
 
-def _missing(name: str) -> str:
+def _missing(*names: str) -> str:
     places = ", ".join(map(str, folders()))
-    text = f"The data file {name} was not found; looked in {places}."
-    if name in SOURCES:
-        text += f" Get it from {SOURCES[name].url}, or let afield do it: AFIELD_DOWNLOAD=1."
+    text = f"{names[0]} was not found; looked in {places}."
+    if len(names) > 1:
+        text = f"None of {', '.join(names)} was found; looked in {places}."
+    if known := [name for name in names if name in SOURCES]:
+        what = "it" if len(names) == 1 else known[0]
+        text += f" Get {what} from {SOURCES[known[0]].url}, or let afield do it: AFIELD_DOWNLOAD=1."
     else:
-        origin = next((text for pattern, text in ORIGINS.items() if fnmatchcase(name, pattern)), None)
+        origin = next((o for name in names for pattern, o in ORIGINS.items() if fnmatchcase(name, pattern)), None)
         text += f" It was made from {origin}." if origin else " No source of it is known here."
-    return text + f" If you have it, set AFIELD_DATA to the folder that holds {name}."
+    return text + f" If you have it, set AFIELD_DATA to the folder that holds {names[0]}."

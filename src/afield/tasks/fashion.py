@@ -17,7 +17,7 @@ import numpy as np
 from torch.utils.data import TensorDataset
 
 from afield.backbones.wide_resnet import WideResNet
-from afield.tasks.data import arrays
+from afield.tasks.data import arrays, find
 from afield.tasks.formats import idx
 from afield.tasks.images import (
     Labelled,
@@ -25,7 +25,6 @@ from afield.tasks.images import (
     cut,
     dataset,
     first_per_class,
-    locate,
     named_ood,
     noise,
     to_tensor,
@@ -78,19 +77,21 @@ RECIPE = Recipe(
 
 
 def _part(name: str) -> Labelled:
-    files = [locate(*_packed(f"FashionMNIST/raw/{name}-{kind}-ubyte")) for kind in ("images-idx3", "labels-idx1")]
-    if files[0] and files[1]:
-        return idx(files[0]), idx(files[1]).astype(np.int64)
+    images, labels = (
+        find(*_published(f"FashionMNIST/raw/{name}-{kind}"), _FILE) for kind in ("images-idx3", "labels-idx1")
+    )
+    if images.suffix != ".npz" and labels.suffix != ".npz":
+        return idx(images), idx(labels).astype(np.int64)
     content, suffix = arrays(_FILE), "tr" if name == "train" else "te"
     return content[f"x{suffix}"], content[f"y{suffix}"].astype(np.int64)
 
 
 def _images(name: str) -> np.ndarray:
-    folder = "MNIST/raw" if name == "mnist" else "notMNIST"
-    if path := locate(*_packed(f"{folder}/t10k-images-idx3-ubyte")):
-        return idx(path)
-    return arrays("images/mnist_test10k.npz" if name == "mnist" else "images/notmnist_dev5k.npz")["x"]
+    folder, subset = {"mnist": ("MNIST/raw", "mnist_test10k"), "notmnist": ("notMNIST", "notmnist_dev5k")}[name]
+    path = find(*_published(f"{folder}/t10k-images-idx3"), f"images/{subset}.npz")
+    return arrays(path)["x"] if path.suffix == ".npz" else idx(path)
 
 
-def _packed(name: str) -> tuple[str, str]:
-    return name, f"{name}.gz"
+def _published(name: str) -> tuple[str, str]:
+    """With its packed twin."""
+    return f"{name}-ubyte", f"{name}-ubyte.gz"

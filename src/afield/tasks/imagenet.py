@@ -25,8 +25,8 @@ from torch import Tensor
 
 from afield.backbones.normalize import as_numbers
 from afield.backbones.resnet50 import BOUNDED, ResNet50
-from afield.tasks.data import DataMissing, folders
-from afield.tasks.images import locate, named_ood, noise, rows_of_parts
+from afield.tasks.data import DataMissing, folders, locate
+from afield.tasks.images import named_ood, noise, rows_of_parts
 from afield.tasks.pictures import Pictures, Source, listed
 from afield.tasks.task import Recipe, Settings, Task, presets
 

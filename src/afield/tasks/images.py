@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.data import TensorDataset
 
 from afield.backbones.normalize import as_numbers
-from afield.tasks.data import DataMissing, folders
+from afield.tasks.data import DataMissing
 from afield.tasks.pictures import picture_files, pillow, read_picture
 
 Labelled = tuple[np.ndarray, np.ndarray]
@@ -81,11 +81,6 @@ def named_ood(channels: int, size: int) -> dict[str, TensorDataset]:
     """The sets of AFIELD_OOD."""
     paths = [Path(text) for text in os.environ.get("AFIELD_OOD", "").split(os.pathsep) if text]
     return {path.stem: TensorDataset(to_tensor(_images_of(path, channels, size))) for path in paths}
-
-
-def locate(*names: str) -> Path | None:
-    """The first of these files or folders that is there, below the data folders."""
-    return next((folder / name for name in names for folder in folders() if (folder / name).exists()), None)
 
 
 def _images_of(path: Path, channels: int, size: int) -> np.ndarray:
