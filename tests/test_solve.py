@@ -13,6 +13,7 @@ from sklearn.linear_model import LogisticRegression
 from torch import Tensor, nn
 
 import afield
+from afield import solve
 from afield.laplace import NotFitted
 
 few = settings(deadline=None, max_examples=30)
@@ -208,6 +209,40 @@ def test_separable_classes_with_a_small_ridge(likelihood):
     afield.fit_head(model, [(x, y)])
     assert gradient(model, x, y) <= 1.01e-4
     assert bool(torch.isfinite(model(x)).all())
+
+
+@pytest.mark.parametrize("constant", [False, True])
+def test_where_all_examples_bend_alike_the_preconditioner_is_exact(constant, monkeypatch):
+    """At zero weights every p (1 - p) of a Bernoulli is 1/4: one product solves the first Newton step."""
+    products, solved = [], solve._conjugate_gradients
+
+    def counted(operator, *rest):
+        products.append(0)
+
+        def counting(x):
+            products[-1] += 1
+            return operator(x)
+
+        return solved(counting, *rest)
+
+    monkeypatch.setattr(solve, "_conjugate_gradients", counted)
+    model = make("bernoulli", constant=constant, ridge=0.3)
+    for parameter in (model.head.weight, model.head.constant):
+        if parameter is not None:
+            nn.init.zeros_(parameter)
+    afield.fit_head(model, [problem("bernoulli")])
+    assert products[0] == 1
+    assert max(products) > 1
+
+
+@settings(max_examples=30, deadline=None)
+@given(number=st.integers(0, 10_000), size=st.integers(1, 12))
+def test_conjugate_gradients_solve_with_any_preconditioner(number, size):
+    root = normal(size, size, number=number)
+    matrix, right = root @ root.T + torch.eye(size).double(), normal(size, 2, number=number + 1)
+    diagonal = normal(size, 2, number=number + 2).exp()
+    found = solve._conjugate_gradients(lambda x: matrix @ x, right, diagonal, 1e-10)
+    torch.testing.assert_close(found, torch.linalg.solve(matrix, right), rtol=1e-6, atol=1e-8)
 
 
 def test_large_counts_do_not_overflow():

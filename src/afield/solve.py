@@ -6,8 +6,9 @@ The paper's footnote on the final epoch: a posterior strictly conditioned on the
 weights that are optimal for it. The problem is convex, on one cached pass over the data:
 
     gaussian   closed form, with the noise variance at the fixed point RSS / (n - effective parameters)
-    others     Newton with conjugate gradients, in the coordinates C = L^T B, L L^T = r I + Phi^T Phi, where the
-               curvature of a softmax or sigmoid lies between 0 and 1 and few products are needed
+    others     Newton with conjugate gradients, in coordinates C where r I + Phi^T Phi is the identity and the penalty
+               is diagonal, with entries s_j: were every example's curvature the mean m_k of its class, the Hessian
+               would be the diagonal m_k (1 - s_j) + s_j. That preconditions, and few products are needed
 """
 
 import functools
@@ -148,21 +149,23 @@ def _gaussian(problem: _Problem, tolerance: float) -> tuple[Tensor, int]:
 
 
 def _newton(problem: _Problem, tolerance: float) -> tuple[Tensor, int]:
-    """Newton with conjugate gradients in whitened coordinates, products in the model's dtype."""
+    """Newton with conjugate gradients in the coordinates of the module's docstring, products in the model's dtype."""
     dtype, likelihood = problem.phi.dtype, problem.head.likelihood
     gram = problem.gram() + torch.diag(problem.penalty)
     gram.diagonal().add_(1e-9 * float(gram.diagonal().amax()))  # a constant that copies a feature
     lower = torch.linalg.cholesky(gram)
     inverse = torch.linalg.solve_triangular(lower, torch.eye(len(lower)).to(lower), upper=False)
+    values, turn = torch.linalg.eigh((inverse * problem.penalty) @ inverse.T)
+    lower, inverse = lower @ turn, turn.T @ inverse
     white = torch.cat([(phi.double() @ inverse.T).to(dtype) for phi in problem.phi.split(8192)])
-    shrinkage = ((inverse * problem.penalty) @ inverse.T).to(dtype)
+    shrinkage = values.clamp(0, 1).to(dtype)[:, None]
 
     def evaluate(c: Tensor) -> tuple[float, Tensor, Tensor]:
         logits = (white @ c).requires_grad_()
         with torch.enable_grad():
             nll = NLLS[likelihood](logits.double(), problem.target)
         (slope,) = torch.autograd.grad(nll, logits)
-        pull = shrinkage @ c
+        pull = shrinkage * c
         return float(nll) + 0.5 * float((c * pull).double().sum()), white.T @ slope + pull, logits.detach()
 
     c = (lower.T @ problem.start).to(dtype)
@@ -174,11 +177,12 @@ def _newton(problem: _Problem, tolerance: float) -> tuple[Tensor, int]:
         if size <= tolerance * scale:
             break
         bend = HESSIANS[likelihood](logits)
+        guess = CURVATURES[likelihood](logits).mean(0) * (1 - shrinkage) + shrinkage
 
         def hessian(d: Tensor, bend: Callable[[Tensor], Tensor] = bend) -> Tensor:
-            return white.T @ bend(white @ d) + shrinkage @ d
+            return white.T @ bend(white @ d) + shrinkage * d
 
-        step = _conjugate_gradients(hessian, gradient, min(0.1, (size / scale) ** 0.5))
+        step = _conjugate_gradients(hessian, gradient, guess.clamp_min(1e-6), min(0.1, (size / scale) ** 0.5))
         slope, length = float((step * gradient).double().sum()), 1.0
         while length > 1e-6:  # Armijo: far from the optimum a full Newton step may overshoot
             trial = evaluate(c - length * step)
@@ -192,19 +196,24 @@ def _newton(problem: _Problem, tolerance: float) -> tuple[Tensor, int]:
     return inverse.T @ c.double(), iterations
 
 
-def _conjugate_gradients(operator: Callable[[Tensor], Tensor], right: Tensor, tolerance: float) -> Tensor:
+def _conjugate_gradients(
+    operator: Callable[[Tensor], Tensor], right: Tensor, diagonal: Tensor, tolerance: float
+) -> Tensor:
+    """operator(x) = right up to a relative residual, preconditioned by a diagonal guess of the operator."""
     solution, residual = torch.zeros_like(right), right.clone()
-    direction, square = residual.clone(), float(residual.double().square().sum())
-    enough = tolerance**2 * square
+    direction = residual / diagonal
+    square = float((residual * direction).double().sum())
+    enough = tolerance * float(right.double().norm())
     for _ in range(_MOST_ITERATIONS):
-        if square <= enough:
+        if float(residual.double().norm()) <= enough:
             break
         product = operator(direction)
         length = square / float((direction * product).double().sum())
         solution += length * direction
         residual -= length * product
-        before, square = square, float(residual.double().square().sum())
-        direction = residual + (square / before) * direction
+        guessed = residual / diagonal
+        before, square = square, float((residual * guessed).double().sum())
+        direction = guessed + (square / before) * direction
     return solution
 
 
