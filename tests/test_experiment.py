@@ -14,6 +14,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from afield import experiment, runs
 from afield.experiment import Config, read_log, run
@@ -67,6 +69,24 @@ def test_loaded_model_predicts_what_was_written(made: runs.Run):
     for name in ("logits", "variance", "probs", "p_value"):
         torch.testing.assert_close(getattr(again, name), getattr(written, name), rtol=0, atol=0)
     assert (again.finest, again.likelihood) == (written.finest, written.likelihood)
+
+
+def test_hidden_vectors_are_kept_of_rows_over_the_whole_test_set(made: runs.Run):
+    task, method, model = experiment.load(made)
+    rows = made.array("test/rows")
+    hidden = experiment.predict(method, model, task.test).features
+    assert hidden is not None
+    assert int(rows[-1]) == len(task.test) - 1
+    torch.testing.assert_close(made.array("test/features").float(), hidden[rows], rtol=2e-3, atol=2e-3)
+
+
+@given(count=st.integers(1, 10_000), most=st.integers(2, 600))
+def test_rows_are_spread_evenly(count: int, most: int):
+    rows = runs.spread(count, most)
+    assert len(rows) == min(count, most)
+    assert (int(rows[0]), int(rows[-1])) == (0, count - 1)
+    gaps = set(rows.diff().tolist())
+    assert not gaps or max(gaps) - min(gaps) <= 1
 
 
 def test_config_survives_its_file(made: runs.Run):
@@ -263,6 +283,16 @@ def test_two_processes_make_what_one_makes(tmp_path: Path):
     again: list[object] = []
     run_all(configs, tmp_path, jobs=2, on_event=again.append)
     assert again == []
+
+
+def test_a_run_alone_has_all_threads(tmp_path: Path):
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        (alone,) = run_all([config("dnn")], tmp_path, jobs=8)
+    finally:
+        torch.set_num_threads(before)
+    assert alone.environment["threads"] == 3
 
 
 def test_one_failing_run_does_not_stop_the_others(tmp_path: Path):

@@ -15,7 +15,7 @@ from afield.backbones.genomics_cnn import GenomicsCNN
 from afield.engine import fit
 from afield.methods import METHODS
 from afield.spectral import bounds_of, operator_norm
-from afield.tasks.genomics import RECIPE, REN2019, cut, read_fasta, reverse_complement
+from afield.tasks.genomics import RECIPE, REN2019, cut, either_strand, read_fasta, reverse_complement
 from tests.conftest import data_file
 
 BASES = "ACGT"
@@ -150,6 +150,18 @@ def test_reverse_complement():
     reads = torch.tensor([[0, 0, 1, 2]], dtype=torch.uint8)  # AACG
     assert reverse_complement(reads).tolist() == [[1, 2, 3, 3]]  # CGTT
     assert torch.equal(reverse_complement(reverse_complement(reads)), reads)
+
+
+def test_half_of_the_training_reads_come_from_the_other_strand(generator: torch.Generator):
+    reads, genera = torch.randint(4, (2000, 30), dtype=torch.uint8, generator=generator), torch.arange(2000)
+    turned, same = either_strand((reads, genera))
+    assert turned.dtype == torch.uint8
+    assert torch.equal(same, genera)
+    other, kept = ((turned == as_before).all(1) for as_before in (reverse_complement(reads), reads))
+    assert bool((other ^ kept).all())  # no read of 30 random bases is its own complement
+    assert 900 < int(other.sum()) < 1100  # 4.5 standard deviations
+    again, _ = either_strand((reads, genera))
+    assert not torch.equal(again, turned)
 
 
 # The tasks

@@ -134,7 +134,8 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     }
     write(root, "toy-regression", "gp-exact", 0, made.metrics, grid, more)
     y = torch.arange(40) % 4
-    more = {"test/y": y, "test/features": torch.randn(40, 5), "ood/svhn/features": torch.randn(40, 5)}
+    more = {"test/y": y, "test/rows": torch.arange(40), "test/features": torch.randn(40, 5)}
+    more |= {"ood/svhn/features": torch.randn(40, 5)}
     for method, (accuracies, eces, aurocs) in CIFAR.items():
         for seed, (accuracy, error, area) in enumerate(zip(accuracies, eces, aurocs, strict=True)):
             metrics = {"accuracy/clean": accuracy, "ece/clean": error, "nll/clean": 0.2}

@@ -244,10 +244,12 @@ def _single(config: Config, out: Path, task: Task, on_epoch: OnEpoch, fabric: "F
         return None
     figures = judge(task, predictions, fitted)
     features = {
-        f"{name}/features": p.features[:_DRAWN].half()
+        f"{name}/features": p.features[runs.spread(len(p), _DRAWN)].half()
         for name, p in predictions.items()
         if p.features is not None and name.startswith(("test", "ood/"))
     }
+    if "test" in predictions:
+        features["test/rows"] = runs.spread(len(predictions["test"]), _DRAWN)
     seconds = sum(line["seconds"] for line in read_log(folder))
     parameters = sum(p.numel() for p in model.parameters())
     cost = {"train_seconds": seconds, "ms_per_example": 1e3 * per_example, "parameters": parameters}
@@ -365,7 +367,7 @@ def _arrays(task: Task) -> dict[str, Tensor]:
     arrays = {f"{name}/y": targets(data) for name, data in (("val", task.val), ("test", task.test))}
     if task.grid is not None:
         arrays |= {"grid/x": task.grid, "train/x": task.train.tensors[0], "train/y": task.train.tensors[-1]}
-        arrays |= {f"ood/{name}/x": data.tensors[0][:_DRAWN] for name, data in task.ood.items()}
+        arrays |= {f"ood/{name}/x": data.tensors[0][runs.spread(len(data), _DRAWN)] for name, data in task.ood.items()}
     return arrays
 
 

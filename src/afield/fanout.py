@@ -84,7 +84,8 @@ def run_all(
     if address is not None:
         errors = _afar(wanted, out, address, cpus, fresh, on_event, on_run)
     else:
-        errors = (_here if jobs == 1 else _spread)(wanted, out, jobs, fresh, on_event, on_run)
+        jobs = min(jobs, len(wanted))  # so that one run alone has all threads
+        errors = (_here if jobs <= 1 else _spread)(wanted, out, jobs, fresh, on_event, on_run)
     if errors := [error for error in errors if not isinstance(error, excused)]:
         told = _explained(errors[0], len(errors))
         raise told from (errors[0].__cause__ if told is errors[0] else errors[0])

@@ -78,7 +78,7 @@ class Run:
         return Prediction(**fields, likelihood=str(self._read(f"{part}/likelihood")))
 
     def array(self, name: str) -> Tensor:
-        """Any other array: train/x, train/y, grid/x, test/y, test/features (of the first few hundred)."""
+        """Any other array: train/x, train/y, grid/x, test/y, test/features (of a few hundred, the rows test/rows)."""
         return torch.from_numpy(self._read(name))
 
     def __contains__(self, name: str) -> bool:
@@ -154,6 +154,11 @@ def to_toml(values: Mapping[str, Any]) -> str:
     """Flat TOML; what is None is left out. JSON's strings, numbers, booleans and lists are TOML's as well."""
     lines = [f"{key} = {json.dumps(value)}" for key, value in values.items() if value is not None]
     return "\n".join(lines) + "\n"
+
+
+def spread(count: int, most: int) -> Tensor:
+    """Row numbers of at most `most` of `count` rows, evenly over all: rows can be in order of something."""
+    return torch.linspace(0, count - 1, min(count, most), dtype=torch.float64).round().long()
 
 
 def pack(predictions: Mapping[str, Prediction], arrays: Mapping[str, Tensor]) -> bytes:

@@ -130,7 +130,7 @@ def shown(group: Group) -> Shown | None:
     if not (run.folder / runs.PREDICTIONS).is_file():
         return None
     ood = [part for part in run.parts if part.startswith("ood/")]
-    names = ["test/y", "grid/x", "train/x", "train/y", "test/features"]
+    names = ["test/y", "grid/x", "train/x", "train/y", "test/features", "test/rows"]
     names += [f"{part}/{field}" for part in ood for field in ("x", "features")]
     return Shown(
         group,

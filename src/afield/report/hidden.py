@@ -3,9 +3,11 @@
 from collections.abc import Sequence
 
 import numpy as np
+from torch import Tensor
 
 from afield.report.groups import Shown
 from afield.report.plots import OOD_COLOUR, Picture, class_colours, panels, plain, png, styled
+from afield.runs import spread
 
 _MOST = 250  # of the test data, and of all OOD sets together
 _LEAST = 10
@@ -28,7 +30,8 @@ def hidden(task: str, groups: Sequence[Shown]) -> Picture | None:
             with threadpool_limits(1):  # on a busy machine its threads wait for each other, twenty times as long
                 place = TSNE(perplexity=perplexity, init="pca", random_state=0, max_iter=500).fit_transform(h)
             x, z = place.T
-            y = each.arrays["test/y"].flatten()[:count].numpy()
+            rows = each.arrays["test/rows"]
+            y = each.arrays["test/y"].flatten()[rows[spread(len(rows), _MOST)]].numpy()
             if each.test.probs is not None:
                 colours = class_colours(int(each.arrays["test/y"].max()) + 1)
                 axis.scatter(x[:count], z[:count], s=7, c=[colours[k] for k in y], linewidths=0)
@@ -52,12 +55,16 @@ def hidden(task: str, groups: Sequence[Shown]) -> Picture | None:
 
 def _vectors(each: Shown) -> tuple[np.ndarray, int] | None:
     """Hidden vectors (N, d) of test data first, then of OOD sets, and how many are test data."""
-    if "test/features" not in each.arrays or "test/y" not in each.arrays:
+    if not {"test/features", "test/rows", "test/y"} <= each.arrays.keys():
         return None
-    inside = each.arrays["test/features"][:_MOST].float().flatten(1).numpy()
+    inside = _some(each.arrays["test/features"], _MOST)
     outside = [each.arrays[f"ood/{name}/features"] for name in each.ood if f"ood/{name}/features" in each.arrays]
-    parts = [part[: _MOST // len(outside)].float().flatten(1).numpy() for part in outside]
-    h = np.concatenate([inside, *parts])
+    h = np.concatenate([inside, *(_some(part, _MOST // len(outside)) for part in outside)])
     if len(inside) < _LEAST or h.shape[1] < 2 or not np.isfinite(h).all() or not h.std(0).max() > 1e-6:
         return None
     return h, len(inside)
+
+
+def _some(vectors: Tensor, most: int) -> np.ndarray:
+    """At most `most` of the vectors (N, d), evenly over all."""
+    return vectors[spread(len(vectors), most)].float().flatten(1).numpy()

@@ -24,6 +24,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -39,7 +40,7 @@ UNKNOWN = 4  # N and the other letters that stand for more than one base
 _CODES = np.full(256, UNKNOWN, dtype=np.uint8)
 for _code, _letters in enumerate(("Aa", "Cc", "Gg", "TtUu")):
     _CODES[[ord(letter) for letter in _letters]] = _code
-_SIZES = {"smoke": 64, "small": 256, "paper": 2000}
+_SIZES = {"smoke": 64, "small": 512, "paper": 2000}
 _THIN = 20
 
 
@@ -60,6 +61,7 @@ def genomics(seed: int, preset: str) -> Task:
         num_outputs=len(data["classes"]),
         backbone=_backbone(preset),
         shifted={"new-strains": part("test_newstrain")},
+        augment=lambda batch, _: either_strand(batch),
     )
 
 
@@ -76,6 +78,7 @@ def ren2019(seed: int, preset: str) -> Task:
         ood={"genera": TensorDataset(torch.from_numpy(data["x_ood_val"]))},
         num_outputs=int(data["y_in_tr"].max()) + 1,
         backbone=_backbone(preset),
+        augment=lambda batch, _: either_strand(batch),
     )
 
 
@@ -111,6 +114,13 @@ def cut(codes: Tensor, *, length: int = READ, step: int = READ) -> Tensor:
 def reverse_complement(reads: Tensor) -> Tensor:
     """The same reads (N, T) as the other strand has them: A and T, C and G change places, from the end."""
     return 3 - reads.flip(1)
+
+
+def either_strand(batch: Any) -> tuple[Tensor, Tensor]:
+    """Half of the reads, drawn at random, as the other strand has them: the genus is the same."""
+    reads, genera = batch
+    other = torch.rand(len(reads), 1, device=reads.device) < 0.5
+    return torch.where(other, reverse_complement(reads), reads), genera
 
 
 def _lines(file: Iterable[bytes]) -> Iterator[bytes]:
