@@ -372,6 +372,19 @@ def test_gradient_penalty_of_weight_zero_is_the_base_loss(two_moons: Task):
     )
 
 
+def test_loss_and_gradient_penalty_share_one_forward_pass(two_moons: Task):
+    x, y = (t[:64] for t in two_moons.train.tensors)
+    model = nn.Sequential(nn.Linear(2, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 2))
+    seen = []
+    model[0].register_forward_hook(lambda *_: seen.append(1))
+    method = METHODS["dnn-gp"]
+    value = gradient_penalty(method, 0.1).loss(model, (x, y))
+    assert len(seen) == 1
+    assert int(model[1].num_batches_tracked) == 1
+    torch.testing.assert_close(value, method.loss(model, (x, y)) + 0.1 * penalty(model, x, y))
+    assert not model._forward_hooks
+
+
 def test_gradient_penalty_refuses_tokens_and_negative_weights():
     with pytest.raises(ValueError, match=r"floating-point numbers, got torch\.int64"):
         penalty(nn.Identity(), torch.zeros(2, 3, dtype=torch.long), torch.zeros(2, dtype=torch.long))

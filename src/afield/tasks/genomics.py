@@ -141,7 +141,7 @@ def _backbone(preset: str) -> partial[GenomicsCNN]:
     return partial(GenomicsCNN, filters=size, dense=size)
 
 
-SMALL = Settings(epochs=10, batch_size=128, learning_rate=3e-3, bound=5.0)
+SMALL = Settings(epochs=20, batch_size=128, learning_rate=1e-3, bound=5.0)
 PAPER = replace(SMALL, epochs=96, learning_rate=1e-4, schedule="constant", bound=10.0)
 ADAPTED = {"*gp*": {"head_learning_rate": 2e-2}}
 RECIPE, REN2019 = (Recipe(load, presets(SMALL, paper=PAPER), ADAPTED) for load in (genomics, ren2019))
