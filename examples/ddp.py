@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import afield
+from afield.fabric import disconnect
 
 
 def data(count: int, seed: int) -> TensorDataset:
@@ -43,14 +44,13 @@ def worker(rank: int, store: str) -> None:
     print(f"rank {rank}: trained on {len(sampler)} of {len(train)} examples, {counted} in the posterior", flush=True)
     shared = model.predict(held_out.tensors[0])
     dist.barrier()
-    dist.destroy_process_group()
+    disconnect()  # dist.destroy_process_group(), and time for gloo's threads to let go
     if rank == 0:  # the same weights, fitted by one process
         afield.fit_posterior(model, DataLoader(train, batch_size=64))
         afield.calibrate(model, DataLoader(held_out, batch_size=256))
         alone = model.predict(held_out.tensors[0])
-        print(
-            f"variances over those of a single process: 1 +- {(shared.variance / alone.variance - 1).abs().max():.0e}"
-        )
+        error = (shared.variance / alone.variance - 1).abs().max()
+        print(f"variances over those of a single process: 1 +- {error:.0e}")
         far = model.predict(torch.tensor([[6.0, 6.0], [-9.0, 2.0]]))
         print(f"p-values far from the data: {far.p_value.tolist()}")
 

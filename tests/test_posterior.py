@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 
 import afield
 from afield import posterior
+from afield.fabric import disconnect
 from afield.laplace import NotFitted
 from afield.posterior import downdate, merge, update
 
@@ -523,14 +524,11 @@ def worker(rank: int, folder: str) -> None:
     replicated(rank)
     Path(folder, f"done-{rank}").touch()
     dist.barrier()
-    dist.destroy_process_group()
+    disconnect()
 
 
 def replicated(rank: int) -> None:
-    """A replica of DistributedDataParallel, whose buffers are broadcast from rank 0 at every step.
-
-    A function of its own, for the replica has to go before its process group does.
-    """
+    """A replica of DistributedDataParallel, whose buffers are broadcast from rank 0 at every step."""
     replica = nn.parallel.DistributedDataParallel(make())
     for _ in range(3):
         replica(normal(8, 3, number=rank)).sum().backward()

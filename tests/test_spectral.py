@@ -682,6 +682,7 @@ DDP = textwrap.dedent("""
     import torch.distributed as dist, torch.multiprocessing as mp
     from torch import nn
     from torch.nn.parallel import DistributedDataParallel
+    from afield.fabric import disconnect
     from afield.spectral import bound
 
     def steps(model, net, x):
@@ -705,7 +706,7 @@ DDP = textwrap.dedent("""
         for name, tensor in alone.state_dict().items():
             assert torch.equal(states[0][name], states[1][name]), name
             torch.testing.assert_close(states[0][name], tensor, rtol=1e-9, atol=1e-12)
-        dist.destroy_process_group()
+        disconnect()
 
     mp.start_processes(rank, (FILE,), nprocs=2, start_method="fork")
 """)

@@ -10,6 +10,7 @@ by Fabric's own launcher: when one dies, that one kills the first without a word
 
 import os
 import socket
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -142,8 +143,18 @@ def _work(index: int | None, processes: Processes, function: Callable[..., None]
         if index is None:
             raise
         raise SystemExit(f"afield: {error}") from error
+    disconnect()
+
+
+def disconnect() -> None:
+    """Leave the process group, if this process is in one, with time for its threads to let go of their tensors.
+
+    DistributedDataParallel leaves gloo's threads running. One that lets go of its last tensor while Python shuts down
+    aborts the process, after all work is done (pytorch/pytorch#179291).
+    """
     if dist.is_initialized():
         dist.destroy_process_group()
+        time.sleep(0.1)
 
 
 def _lightning() -> Any:
