@@ -16,7 +16,7 @@ paper    2000, 2000       Adam 1e-4 at batch size 128, constant. The paper takes
                           validation data; we have less data and no such choice, and stop after 30,000
 
 The Gaussian-process layer learns at 2e-2, also by that choice. Each time that a read is trained on, it is turned to the
-other strand or not by the fall of a coin: a departure from the paper, whose set is far larger than ours. Bases are coded
+other strand or not by the fall of a coin: a departure from the paper, whose set is far larger. Bases are coded
 A0 C1 G2 T3. `read_fasta` and `cut` make reads of genomes of your own.
 """
 
