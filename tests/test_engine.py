@@ -145,6 +145,16 @@ def test_output_layer_has_its_own_rate_and_vectors_no_decay(moons: Task):
         assert all((g["weight_decay"] > 0) == all(p.dim() > 1 for p in g["params"]) for g in groups)
 
 
+@pytest.mark.parametrize("rate", [None, 0.5])
+def test_output_layer_has_its_own_decay(rate: float | None, moons: Task):
+    settings = Settings(head_learning_rate=rate, learning_rate=0.1, weight_decay=0.01, head_weight_decay=0.0)
+    model = METHODS["sngp"].build(moons.backbone, 2, settings)
+    groups = make_optimizer(model, settings).param_groups
+    (head,) = [g for g in groups if tuple(g["params"][0].shape) == (2, 1024)]
+    assert (head["lr"], head["weight_decay"], len(head["params"])) == (rate or 0.1, 0.0, 1)
+    assert all(g["weight_decay"] == 0.01 for g in groups if g is not head and g["params"][0].dim() > 1)
+
+
 @pytest.mark.parametrize("name", ["dnn", "sngp"])
 def test_frozen_parameters_stay_and_all_others_learn(name: str, moons: Task):
     torch.manual_seed(0)

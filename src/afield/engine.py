@@ -149,19 +149,21 @@ def freeze(model: nn.Module, names: Iterable[str]) -> None:
 
 
 def make_optimizer(model: nn.Module, settings: Settings, *, fused: bool = True) -> torch.optim.Optimizer:
-    """The output layer, the last of the model to be registered, may have a learning rate of its own.
+    """The output layer, the last of the model to be registered, may have a learning rate and a decay of its own.
 
     fused  one kernel for all parameters: quicker, and not there for sharded ones
     """
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    head = _output_parameters(model) if settings.head_learning_rate is not None else set()
+    rest = settings.learning_rate, settings.weight_decay
+    own = settings.head_learning_rate, settings.head_weight_decay
+    of_its_own = tuple(r if o is None else o for o, r in zip(own, rest, strict=True))
+    head = set() if own == (None, None) else _output_parameters(model)
     groups = []
-    for of_head in (False, True):
+    for of_head, (rate, decay) in ((False, rest), (True, of_its_own)):
         for matrix in (False, True):
             chosen = [p for p in parameters.values() if (id(p) in head) == of_head and (p.dim() > 1) == matrix]
             if chosen:
-                rate = settings.head_learning_rate if of_head else settings.learning_rate
-                groups.append({"params": chosen, "lr": rate, "weight_decay": settings.weight_decay if matrix else 0.0})
+                groups.append({"params": chosen, "lr": rate, "weight_decay": decay if matrix else 0.0})
     if settings.optimizer == "sgd":
         return torch.optim.SGD(groups, lr=settings.learning_rate, momentum=0.9, nesterov=True, fused=fused or None)
     kind = torch.optim.AdamW if settings.optimizer == "adamw" else torch.optim.Adam

@@ -58,7 +58,7 @@ def cifar(name: str, classes: int) -> Recipe:
         optimizer="sgd",
         weight_decay=5e-4,
         warmup=0.2,
-        bound=3.0,
+        bound=1.0,
         dropout=0.1,
     )
     paper = Settings(
@@ -75,7 +75,9 @@ def cifar(name: str, classes: int) -> Recipe:
     return Recipe(
         partial(_load, name, classes),
         presets(small, paper=paper),
-        {"*gp*": {"head_learning_rate": 3.0}},  # features have length 1, hidden vectors about 5: gradients differ by 25
+        # Features have length 1, hidden vectors about 5: gradients differ by 25, and so would the force of a decay. That
+        # of the prior is ridge / 18,000.
+        {"*gp*": {"head_learning_rate": 3.0, "head_weight_decay": 5.5e-5}},
     )
 
 
