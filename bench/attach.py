@@ -8,7 +8,7 @@ how much of a difference is luck. 1,000 test images of the first split are judge
 
 softmax, temperature        the network's own probabilities, and with one temperature from the held-out images
 energy                      of the temperature-scaled logits
-mahalanobis, relative_mahalanobis, knn      `afield.distances`, fitted to the training images: a score, no probabilities
+mahalanobis, relative_mahalanobis, knn      `afield.distance_scores`, fitted to the training images: no probabilities
 attach, fit_head            ours: the dense layer kept, or a Gaussian process in its place
 """
 
@@ -27,14 +27,14 @@ from torch import Tensor, nn
 
 import afield
 from afield.backbones import ResNetCIFAR
-from afield.batch import track
-from afield.calibrate import Objective, _minimize
-from afield.distances import FITTED
-from afield.metrics import METRICS, auroc
-from afield.persist import write_file
-from afield.predictive import Prediction
-from afield.tasks.corrupted import Corrupted
-from afield.tasks.images import noise
+from afield.model.calibration import Objective, _minimize
+from afield.model.progress import track
+from afield.model.saving import write_file
+from afield.prediction.distance_scores import FITTED
+from afield.prediction.metrics import METRICS, auroc
+from afield.prediction.prediction import Prediction
+from afield.tasks.corruptions import Corrupted
+from afield.tasks.image_tensors import noise
 
 RECORD = Path(__file__).parents[1] / "results" / "attach-cifar10.json"
 SETS = {

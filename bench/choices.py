@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 
-from afield import head
-from afield.convert import SNGP
-from afield.engine import batches, fit
+from afield.experiment.training import batches, fit
+from afield.gp import head
 from afield.methods import METHODS
-from afield.metrics import METRICS, auroc
+from afield.model.sngp_model import SNGP
+from afield.prediction.metrics import METRICS, auroc
 from afield.tasks import TASKS
 from bench.defaults import FAR, PAGE, ROOT, TOYS, fill, markdown
 

@@ -2,7 +2,7 @@
 
     python -m bench.defaults      runs what results/defaults.jsonl lacks, on two processes, then fills docs/defaults.md
 
-A run is `afield.engine.fit` with nothing changed but the learning rate. "Far" points lie more than 1.5 training
+A run is `experiment.training.fit` with nothing changed but the learning rate. "Far" points lie more than 1.5 training
 standard deviations from every training point; for digits they are uniform noise images.
 """
 
@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 
-from afield.batch import track
-from afield.engine import fit
+from afield.experiment.training import fit
 from afield.methods import METHODS
-from afield.metrics import METRICS, auroc
-from afield.persist import write_file
+from afield.model.progress import track
+from afield.model.saving import write_file
+from afield.prediction.metrics import METRICS, auroc
 from afield.tasks import TASKS
 
 ROOT = Path(__file__).parents[1]

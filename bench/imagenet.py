@@ -21,8 +21,8 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from afield import runs
-from afield.persist import write_file
+from afield.experiment import run_folder
+from afield.model.saving import write_file
 
 RECORD = Path(__file__).parents[1] / "results" / "imagenet-path.json"
 CLASSES, PICTURES, SIDE = 1000, 300, 256
@@ -33,17 +33,17 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         make_pictures(folder)
-        command = [sys.executable, "-m", "afield.apps.cli", "train", "imagenet", *FLAGS, "--out", str(folder / "runs")]
+        command = [sys.executable, "-m", "afield.cli.main", "train", "imagenet", *FLAGS, "--out", str(folder / "runs")]
         environment = os.environ | {"AFIELD_DATA": str(folder)}
         run = folder / "runs" / "imagenet" / "sngp" / "0"
         begin = time.monotonic()
-        killed_after = kill_after_first_epoch(command, environment, run / runs.CHECKPOINT)
+        killed_after = kill_after_first_epoch(command, environment, run / run_folder.CHECKPOINT)
         subprocess.run(command, env=environment, check=True)
         trained = time.monotonic()
-        evaluate = [sys.executable, "-m", "afield.apps.cli", "evaluate", str(run)]
+        evaluate = [sys.executable, "-m", "afield.cli.main", "evaluate", str(run)]
         subprocess.run(evaluate, env=environment, check=True)
-        finished = runs.read(run)
-        epochs = [json.loads(line) for line in (run / runs.LOG).read_text().splitlines()]
+        finished = run_folder.read(run)
+        epochs = [json.loads(line) for line in (run / run_folder.LOG).read_text().splitlines()]
         record = {
             "command": "python -m bench.imagenet",
             "flags": FLAGS,
@@ -53,7 +53,7 @@ def main() -> None:
             "train_resume_predict_judge_seconds": round(trained - begin, 1),
             "evaluate_seconds": round(time.monotonic() - trained, 1),
             "peak_memory_gb": round(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 2**20, 2),
-            "model_mb": round((run / runs.MODEL).stat().st_size / 1e6, 1),
+            "model_mb": round((run / run_folder.MODEL).stat().st_size / 1e6, 1),
             "cost": finished.cost,
             "figures": {key: finished.metrics[key] for key in ("accuracy/clean", "nll/clean", "auroc/noise")},
         }

@@ -28,8 +28,8 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 import afield
-from afield.laplace import BLOCK
-from afield.persist import write_file
+from afield.gp.precision import BLOCK
+from afield.model.saving import write_file
 from bench.defaults import ROOT, fill, markdown
 from bench.speed.posterior import head_alone
 

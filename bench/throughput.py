@@ -4,7 +4,7 @@
 
 limit   the products of a training step alone: every Linear and convolution of the network on inputs of the shapes that
         it sees, forward and both backward products, in the same memory layout, each timed by itself and added up
-step    what `afield.engine` does: fetch a batch, augment, loss, backward, optimiser
+step    what `afield.experiment.training` does: fetch a batch, augment, loss, backward, optimiser
 share   limit / step: the part of the time that is spent in products which cannot be avoided
 
 Rounds of limit and step are interleaved; the figure is the median of their ratios. The issue of data loading is inside:
@@ -21,9 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from afield import engine
+from afield.experiment import training
 from afield.methods import METHODS
-from afield.persist import write_file
+from afield.model.saving import write_file
 from afield.tasks import TASKS
 
 RECORD = Path(__file__).parents[1] / "results" / "throughput.json"
@@ -50,9 +50,9 @@ def measure(name: str) -> dict[str, float]:
     settings = task.settings
     torch.manual_seed(0)
     model = method.build(task.backbone, task.num_outputs, settings).train()
-    engine.freeze(model, settings.frozen)
-    optimizer = engine.make_optimizer(model, settings)
-    loader = engine.training_batches(task, settings, torch.Generator().manual_seed(0))
+    training.freeze(model, settings.frozen)
+    optimizer = training.make_optimizer(model, settings)
+    loader = training.training_batches(task, settings, torch.Generator().manual_seed(0))
     source = forever(loader)
 
     def fetch() -> Any:

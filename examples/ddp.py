@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import afield
-from afield.fabric import disconnect
+from afield.experiment.launch import disconnect
 
 
 def data(count: int, seed: int) -> TensorDataset:

@@ -2,11 +2,11 @@
 
 import pytest
 
-from afield.features import KERNELS, NORMALIZERS
-from afield.laplace import CURVATURES
-from afield.predictive import PREDICTIVES
+from afield.gp.features import KERNELS, NORMALIZERS
+from afield.gp.precision import CURVATURES
+from afield.prediction.predictive import PREDICTIVES
+from afield.prediction.scores import SCORES
 from afield.registry import Registry, UnknownName
-from afield.scores import SCORES
 
 REGISTRIES = {r.kind: r for r in (KERNELS, NORMALIZERS, CURVATURES, PREDICTIVES, SCORES)}
 

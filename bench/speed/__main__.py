@@ -6,7 +6,7 @@ import platform
 
 import torch
 
-from afield.persist import write_file
+from afield.model.saving import write_file
 from bench.defaults import ROOT, fill, markdown
 from bench.speed import ensembles, networks, per_class, posterior  # noqa: F401 (they register their measures)
 from bench.speed.measure import MEASURES, Missing

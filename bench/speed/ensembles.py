@@ -9,9 +9,9 @@ from torch import nn
 
 import afield
 from afield.backbones.resffn import ResFFN
-from afield.export import export
+from afield.deploy.export import export
 from afield.methods.ensemble import combine
-from afield.stacked import stack
+from afield.methods.stacked import stack
 from bench.speed.measure import Figures, compared, measure, peer
 from bench.speed.networks import fitted
 

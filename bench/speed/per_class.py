@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from torch.utils.data import ConcatDataset, DataLoader, TensorDataset
 
 import afield
-from afield.batch import evaluating
-from afield.diagnose import variance_error
+from afield.errors import DataMissing
 from afield.methods.frozen import fit_linear
+from afield.model.diagnose import variance_error
+from afield.model.evaluating import evaluating
 from afield.tasks.clinc import clinc
-from afield.tasks.data import DataMissing
 from bench.speed.measure import Figures, Missing, compared, measure, peak_memory, peer
 from bench.speed.posterior import BATCH, FEATURES, HIDDEN, data, head_alone
 

@@ -7,24 +7,28 @@ trained on (SNGP: Liu et al., JMLR 2022).
     afield.fit_posterior(model, train_loader)
     afield.calibrate(model, held_out_loader)
     p = model.predict(x)                          p.probs, p.variance, p.p_value, p.accept(alpha=0.01)
+
+Everything below is imported when it is first asked for. Rooms (`afield.gp`, `afield.tasks`, ...) and the modules that
+people use by name (`afield.posterior`, `afield.diagnose`, ...) are there as attributes too.
 """
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
-from afield.calibrate import calibrate
-from afield.convert import SNGP, attach, sngp
-from afield.head import GaussianProcessHead
-from afield.persist import load_model as load
-from afield.persist import save_model as save
-from afield.policy import policy
-from afield.posterior import fit_posterior
-from afield.predictive import Prediction
-from afield.solve import fit_head
-from afield.spectral import bound, fold
 from afield.version import __version__
 
 if TYPE_CHECKING:
+    from afield.bounds.spectral import bound, fold
+    from afield.decide.policies import policy
     from afield.estimators import SNGPClassifier, SNGPRegressor
+    from afield.gp.head import GaussianProcessHead
+    from afield.model.calibration import calibrate
+    from afield.model.convert import attach, sngp
+    from afield.model.output_weights import fit_head
+    from afield.model.posterior import fit_posterior
+    from afield.model.saving import load, save
+    from afield.model.sngp_model import SNGP
+    from afield.prediction.prediction import Prediction
 
 __all__ = [
     "SNGP",
@@ -45,11 +49,54 @@ __all__ = [
     "sngp",
 ]
 
+_HOME = {  # of the public names
+    "SNGP": "model.sngp_model",
+    "GaussianProcessHead": "gp.head",
+    "Prediction": "prediction.prediction",
+    "SNGPClassifier": "estimators",
+    "SNGPRegressor": "estimators",
+    "attach": "model.convert",
+    "bound": "bounds.spectral",
+    "calibrate": "model.calibration",
+    "fit_head": "model.output_weights",
+    "fit_posterior": "model.posterior",
+    "fold": "bounds.spectral",
+    "load": "model.saving",
+    "policy": "decide.policies",
+    "save": "model.saving",
+    "sngp": "model.convert",
+}
+_MODULES = {  # that are used by their short name
+    "scores": "prediction",
+    "distance_scores": "prediction",
+    "metrics": "prediction",
+    "spectral": "bounds",
+    "features": "gp",
+    "posterior": "model",
+    "class_changes": "model",
+    "diagnose": "model",
+    "conformal": "decide",
+    "export": "deploy",
+    "stacked": "methods",
+}
+_ROOMS = (
+    *("prediction", "bounds", "gp", "model", "decide", "deploy"),
+    *("backbones", "tasks", "methods", "experiment", "report", "estimators", "integrations", "cli"),
+)
+
 
 def __getattr__(name: str) -> Any:
-    """The estimators when they are asked for: scikit-learn is an extra."""
-    if name in ("SNGPClassifier", "SNGPRegressor"):
-        from afield import estimators
+    if name in _HOME:
+        value = getattr(importlib.import_module(f"afield.{_HOME[name]}"), name)
+    elif name in _MODULES:
+        value = importlib.import_module(f"afield.{_MODULES[name]}.{name}")
+    elif name in _ROOMS:
+        value = importlib.import_module(f"afield.{name}")
+    else:
+        raise AttributeError(f"module 'afield' has no attribute {name!r}")
+    globals()[name] = value
+    return value
 
-        return getattr(estimators, name)
-    raise AttributeError(f"module 'afield' has no attribute {name!r}")
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, *_MODULES, *_ROOMS})

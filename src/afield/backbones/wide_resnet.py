@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 
 from afield.backbones.normalize import CIFAR10_MEAN, CIFAR10_STD, Normalize
-from afield.spectral import Residual
+from afield.bounds.spectral import Residual
 
 
 class WideResNet(nn.Sequential):

@@ -11,10 +11,10 @@ from sklearn.base import BaseEstimator
 from sklearn.utils import check_array, check_random_state
 from sklearn.utils.validation import check_is_fitted, validate_data
 
-from afield.convert import SNGP
-from afield.estimators.tables import Rows, Training, network, predict, split, standardize, train
-from afield.estimators.weighted import FEWEST_HELD_OUT, calibrated, finish, learn_on
-from afield.predictive import Prediction
+from afield.estimators.network import Rows, Training, network, predict, split, standardize, train
+from afield.estimators.posterior import FEWEST_HELD_OUT, calibrated, finish, learn_on
+from afield.model.sngp_model import SNGP
+from afield.prediction.prediction import Prediction
 
 Floats = NDArray[np.float64]
 parameters = dataclass(kw_only=True, eq=False, repr=False)  # scikit-learn has its own repr, and compares by identity

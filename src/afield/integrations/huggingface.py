@@ -30,14 +30,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from afield import convert
-from afield.batch import track
-from afield.calibrate import Calibration, calibrate
-from afield.convert import SNGP, BoundRules
+from afield.errors import DamagedModel
 from afield.integrations import in_order
-from afield.persist import DamagedModel, load_model, read_index, save_model
-from afield.posterior import fit_posterior
-from afield.predictive import Prediction
+from afield.model import convert
+from afield.model.calibration import Calibration, calibrate
+from afield.model.convert import BoundRules
+from afield.model.posterior import fit_posterior
+from afield.model.progress import track
+from afield.model.saving import load, read_index, save
+from afield.model.sngp_model import SNGP
+from afield.prediction.prediction import Prediction
 
 try:
     import transformers
@@ -169,7 +171,7 @@ def save_pretrained(model: SNGP, folder: str | os.PathLike[str], tokenizer: Any 
     config.save_pretrained(folder)
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
-    return save_model(model, folder, metadata={"labels": labels_of(model)})
+    return save(model, folder, metadata={"labels": labels_of(model)})
 
 
 def from_pretrained(folder: str | os.PathLike[str]) -> SNGP:
@@ -186,7 +188,7 @@ def from_pretrained(folder: str | os.PathLike[str]) -> SNGP:
             "not have. Upgrade transformers, or build the network yourself: afield.load(folder, net)."
         )
     net = kind(config)
-    return load_model(folder, LastToken(net) if _scores_every_token(net) else net)
+    return load(folder, LastToken(net) if _scores_every_token(net) else net)
 
 
 def labels_of(model: SNGP) -> list[str]:

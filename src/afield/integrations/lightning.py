@@ -16,10 +16,10 @@ from typing import Any
 
 from torch import nn
 
-from afield.calibrate import Calibration, calibrate
-from afield.convert import SNGP
 from afield.integrations import in_order
-from afield.posterior import fit_posterior
+from afield.model.calibration import Calibration, calibrate
+from afield.model.posterior import fit_posterior
+from afield.model.sngp_model import SNGP
 
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer

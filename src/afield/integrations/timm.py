@@ -15,9 +15,10 @@ from typing import Any
 
 from torch import nn
 
-from afield import convert
 from afield.backbones.normalize import Normalize
-from afield.convert import SNGP, BoundRules
+from afield.model import convert
+from afield.model.convert import BoundRules
+from afield.model.sngp_model import SNGP
 
 try:
     import timm

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from afield.predictive import Prediction
+from afield.prediction.prediction import Prediction
 
 
 def average(predictions: Sequence[Prediction]) -> Prediction:

@@ -6,11 +6,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from afield.batch import evaluating
-from afield.convert import BoundRules, bound_layers
 from afield.methods.method import BackboneFactory, Method
-from afield.predictive import Prediction, to_probs
-from afield.tasks.task import Settings
+from afield.model.convert import BoundRules, bound_layers
+from afield.model.evaluating import evaluating
+from afield.prediction.prediction import Prediction
+from afield.prediction.predictive import to_probs
+from afield.settings import Settings
 
 _OUTPUT = "1"
 

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from afield.methods.average import average
 from afield.methods.method import BackboneFactory, Method
-from afield.predictive import Prediction
-from afield.tasks.task import Settings
+from afield.prediction.prediction import Prediction
+from afield.settings import Settings
 
 _SAMPLING: ContextVar[torch.Generator | None] = ContextVar("generator of dropout masks", default=None)
 

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from afield.methods.average import average, mean_of
 from afield.methods.method import BackboneFactory, Members, Method
-from afield.predictive import Prediction
-from afield.tasks.task import Settings
+from afield.prediction.prediction import Prediction
+from afield.settings import Settings
 
 
 def ensemble(method: Method, size: int | None = None) -> Method:

@@ -18,16 +18,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from afield.batch import evaluating
-from afield.calibrate import calibrate
-from afield.convert import SNGP, attach, sngp
 from afield.methods.dense import Dense, fit_noise, predict_hidden
 from afield.methods.gp import of_head
 from afield.methods.method import BackboneFactory, Method
-from afield.posterior import fit_posterior
-from afield.predictive import Prediction
-from afield.solve import fit_head
-from afield.tasks.task import Settings
+from afield.model.calibration import calibrate
+from afield.model.convert import attach, sngp
+from afield.model.evaluating import evaluating
+from afield.model.output_weights import fit_head
+from afield.model.posterior import fit_posterior
+from afield.model.sngp_model import SNGP
+from afield.prediction.prediction import Prediction
+from afield.settings import Settings
 
 _STEPS = 100
 _MOST_BYTES = 2**30  # of hidden vectors that are remembered

@@ -5,13 +5,14 @@ from typing import Any
 
 from torch import nn
 
-from afield.calibrate import calibrate
-from afield.convert import SNGP, sngp
 from afield.methods.dense import Dense, bound_rules
 from afield.methods.method import BackboneFactory, Method
-from afield.posterior import fit_posterior
-from afield.predictive import Prediction
-from afield.tasks.task import Settings
+from afield.model.calibration import calibrate
+from afield.model.convert import sngp
+from afield.model.posterior import fit_posterior
+from afield.model.sngp_model import SNGP
+from afield.prediction.prediction import Prediction
+from afield.settings import Settings
 
 _OF_HEAD = ("likelihood", "num_random_features", "length_scale", "ridge", "covariance", "curvature")
 

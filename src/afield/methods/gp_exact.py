@@ -23,11 +23,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from afield.features import median_distance
+from afield.gp.features import median_distance
 from afield.methods.kernel import Kernel, KernelModel, gather, import_gpytorch, pivots, predict
 from afield.methods.method import BackboneFactory, Method
-from afield.predictive import Prediction, to_probs
-from afield.tasks.task import Settings
+from afield.prediction.prediction import Prediction
+from afield.prediction.predictive import to_probs
+from afield.settings import Settings
 
 _TOLERANCE = 1e-12
 _DRAWS = 128

@@ -26,9 +26,10 @@ from torch import Tensor, nn
 from afield.methods.gp_exact import fit_kernel
 from afield.methods.kernel import KernelModel, gather, pivots, predict
 from afield.methods.method import BackboneFactory, Method
-from afield.predictive import Prediction, mean_field
-from afield.solve import NLLS
-from afield.tasks.task import Settings
+from afield.model.output_weights import NLLS
+from afield.prediction.prediction import Prediction
+from afield.prediction.predictive import mean_field
+from afield.settings import Settings
 
 _TOLERANCE = 1e-6
 

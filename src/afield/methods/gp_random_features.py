@@ -15,17 +15,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from afield.batch import evaluating
-from afield.calibrate import calibrate
-from afield.convert import SNGP, sngp
-from afield.laplace import NotFitted
+from afield.errors import NotFitted
 from afield.methods.gp_exact import fit_kernel
 from afield.methods.kernel import Kernel, gather
 from afield.methods.method import BackboneFactory, Method
-from afield.posterior import fit_posterior
-from afield.predictive import Prediction
-from afield.solve import fit_head
-from afield.tasks.task import Settings
+from afield.model.calibration import calibrate
+from afield.model.convert import sngp
+from afield.model.evaluating import evaluating
+from afield.model.output_weights import fit_head
+from afield.model.posterior import fit_posterior
+from afield.model.sngp_model import SNGP
+from afield.prediction.prediction import Prediction
+from afield.settings import Settings
 
 _BATCH = 4096
 

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from afield.methods.gp_exact import GaussianWeights, fit_kernel
 from afield.methods.kernel import Kernel, gather, import_gpytorch, predict
 from afield.methods.method import BackboneFactory, Method
-from afield.tasks.task import Settings
+from afield.settings import Settings
 
 _JITTER = 1e-6  # inducing points may meet
 

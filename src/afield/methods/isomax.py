@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from afield.methods.dense import predict
 from afield.methods.method import BackboneFactory, Method
-from afield.tasks.task import Settings
+from afield.settings import Settings
 
 
 def isomax_plus(entropic_scale: float = 10.0) -> Method:

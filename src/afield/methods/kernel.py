@@ -24,11 +24,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from afield.batch import evaluating
-from afield.features import KERNELS
-from afield.laplace import NotFitted
-from afield.predictive import Prediction
-from afield.tasks.task import Settings
+from afield.errors import NotFitted
+from afield.gp.features import KERNELS
+from afield.model.evaluating import evaluating
+from afield.prediction.prediction import Prediction
+from afield.settings import Settings
 
 _BATCH = 1024
 

@@ -7,8 +7,8 @@ from typing import Any, Protocol
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from afield.predictive import Prediction
-from afield.tasks.task import Settings
+from afield.prediction.prediction import Prediction
+from afield.settings import Settings
 
 BackboneFactory = Callable[[], nn.Module]
 Predict = Callable[[nn.Module, Any], Prediction]

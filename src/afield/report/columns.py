@@ -6,14 +6,14 @@ from dataclasses import replace
 
 import torch
 
-from afield import paper, runs
-from afield.distances import FITTED
-from afield.judge import ALPHA
-from afield.metrics import HIGHER_IS_BETTER
+from afield.experiment import paper, run_folder
+from afield.experiment.evaluation import ALPHA
+from afield.experiment.run_folder import Run
+from afield.prediction.distance_scores import FITTED
+from afield.prediction.metrics import HIGHER_IS_BETTER
+from afield.prediction.scores import SCORES
 from afield.report.groups import Group
 from afield.report.tables import Column, Figures, Table, from_paper, in_paper, make
-from afield.runs import Run
-from afield.scores import SCORES
 
 REFERENCE = "gp-exact"
 _LABELLED = ("accuracy", "ece", "rmse", "nll", "crps", "interval_coverage")
@@ -162,9 +162,9 @@ def against_exact(task: str, groups: Sequence[Group]) -> Table | None:
 
 
 def _gap(run: Run, reference: Run) -> tuple[float, float] | None:
-    if not all((each.folder / runs.PREDICTIONS).is_file() for each in (run, reference)):
+    if not all((each.folder / run_folder.PREDICTIONS).is_file() for each in (run, reference)):
         return None
-    a, b = runs.read(run.folder), runs.read(reference.folder)
+    a, b = run_folder.read(run.folder), run_folder.read(reference.folder)
     if "grid" not in a.parts or "grid" not in b.parts or not torch.equal(a.array("grid/x"), b.array("grid/x")):
         return None
     p, q = a.prediction("grid"), b.prediction("grid")

@@ -7,8 +7,8 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from afield.calibrate import risk_coverage
-from afield.metrics import NUM_BINS, auroc
+from afield.prediction.metrics import NUM_BINS, auroc
+from afield.prediction.risk_coverage import risk_coverage
 from afield.report.columns import word
 from afield.report.groups import Shown
 from afield.report.plots import CLASS_COLOURS, FAINT, INK, PER_ROW, Picture, line_of, panels, plain, png, styled

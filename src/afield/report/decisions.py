@@ -12,14 +12,15 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from afield import runs
-from afield.calibrate import cut_in_two, risk_coverage
-from afield.policy import Outcome, policy
-from afield.predictive import Prediction
+from afield.decide.policies import Outcome, policy
+from afield.experiment import run_folder
+from afield.experiment.run_folder import Run
+from afield.model.calibration import cut_in_two
+from afield.prediction.prediction import Prediction
+from afield.prediction.risk_coverage import risk_coverage
 from afield.report.groups import Group
 from afield.report.plots import FAINT, Picture, line_of, panels, plain, png, styled
 from afield.report.tables import Column, Table, make
-from afield.runs import Run
 
 RISKS = (0.05, 0.02, 0.01)
 DELTA = 0.05
@@ -42,7 +43,7 @@ class Decided:
 
 def decided(run: Run) -> Decided | None:
     """For every risk of RISKS; None where the run lacks labelled predictions of classes."""
-    if not (run.folder / runs.PREDICTIONS).is_file() or not all(f"{p}/y" in run for p in ("val", "test")):
+    if not (run.folder / run_folder.PREDICTIONS).is_file() or not all(f"{p}/y" in run for p in ("val", "test")):
         return None
     if not all(f"{part}/probs" in run for part in ("val", "test")):
         return None

@@ -14,9 +14,9 @@ from typing import Any
 
 from torch import Tensor
 
-from afield import runs
-from afield.predictive import Prediction
-from afield.runs import Run
+from afield.experiment import run_folder
+from afield.experiment.run_folder import Run
+from afield.prediction.prediction import Prediction
 
 FAMILIES = ("single", "augmix", "dropout", "ensemble", "gp")
 BASES = ("dnn", "isomax-plus", "dnn-sn", "duq-gp", "dnn-gp", "sngp")
@@ -126,8 +126,8 @@ class Shown:
 
 def shown(group: Group) -> Shown | None:
     """Read from the folder anew, so that what is not shown does not stay in memory; None without predictions."""
-    run = runs.read(group.runs[0].folder)
-    if not (run.folder / runs.PREDICTIONS).is_file():
+    run = run_folder.read(group.runs[0].folder)
+    if not (run.folder / run_folder.PREDICTIONS).is_file():
         return None
     ood = [part for part in run.parts if part.startswith("ood/")]
     names = ["test/y", "grid/x", "train/x", "train/y", "test/features", "test/rows"]

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 import numpy as np
 from torch import Tensor
 
+from afield.experiment.run_folder import spread
 from afield.report.groups import Shown
 from afield.report.plots import OOD_COLOUR, Picture, class_colours, panels, plain, png, styled
-from afield.runs import spread
 
 _MOST = 250  # of the test data, and of all OOD sets together
 _LEAST = 10

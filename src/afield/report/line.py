@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from afield.predictive import Prediction
+from afield.prediction.prediction import Prediction
 from afield.report.groups import Shown
 from afield.report.plots import FAINT, INK, OOD_COLOUR, Picture, line_of, panels, plain, png, styled
 

@@ -19,8 +19,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from afield import runs
-from afield.batch import track
+from afield.experiment import run_folder
+from afield.model.progress import track
 from afield.report.curves import histograms, reliability, risk, roc
 from afield.report.groups import Group, Shown, grouped, shown
 from afield.report.hidden import hidden
@@ -59,10 +59,10 @@ def report(root: Path, out: Path | None = None, *, title: str = TITLE) -> Path:
     head |= {"notes": [*notes, *_without_predictions(tasks)]}
     for section in sections:
         for picture in section.pictures:
-            runs.write(page.parent / f"{section.slug}-{picture.name}.png", picture.png)
-    runs.write(page.parent / "report.tex", _latex(sections, head))
+            run_folder.write(page.parent / f"{section.slug}-{picture.name}.png", picture.png)
+    run_folder.write(page.parent / "report.tex", _latex(sections, head))
     _write_tables(page.parent, sections, head)
-    runs.write(page, _template().render(**head, sections=sections))
+    run_folder.write(page, _template().render(**head, sections=sections))
     return page
 
 
@@ -77,7 +77,7 @@ def record(root: Path, out: Path, *, title: str = TITLE) -> Path:
 
 def _tasks(root: Path) -> tuple[dict[str, list[Group]], list[str]]:
     """The runs of every task, grouped, and what is to be said of them."""
-    found = runs.find(root)
+    found = run_folder.find(root)
     if not found:
         raise ValueError(
             f"There is no finished run below {root}. Make one with `afield train`, or name another folder."
@@ -93,8 +93,8 @@ def _sections(
 
 
 def _write_tables(folder: Path, sections: Sequence[Section], head: dict[str, Any]) -> Path:
-    runs.write(folder / "report.md", _markdown(sections, head))
-    runs.write_json(folder / "report.json", _data(sections, head))
+    run_folder.write(folder / "report.md", _markdown(sections, head))
+    run_folder.write_json(folder / "report.json", _data(sections, head))
     return folder / "report.md"
 
 
@@ -108,8 +108,8 @@ def _drawings(tasks: Mapping[str, Sequence[Group]]) -> Iterator[tuple[str, Calla
 
 def _without_predictions(tasks: Mapping[str, Sequence[Group]]) -> list[str]:
     first = [group.runs[0].folder for groups in tasks.values() for group in groups]
-    missing = [folder for folder in first if not (folder / runs.PREDICTIONS).is_file()]
-    return [f"No picture shows {folder}, which has no {runs.PREDICTIONS}; the tables do." for folder in missing]
+    missing = [folder for folder in first if not (folder / run_folder.PREDICTIONS).is_file()]
+    return [f"No picture shows {folder}, which has no {run_folder.PREDICTIONS}; the tables do." for folder in missing]
 
 
 def _head(sections: Sequence[Section], title: str, arguments: Sequence[str]) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Pictures (matplotlib, from the extra `cli`). Colours are safe for colour-blind readers: cividis and Okabe-Ito's.
 
-In curves a colour is a base model and a line style is a way of combining models: see `afield.report.groups`.
+In curves a colour is a base model and a line style is a way of combining models: see `groups`.
 """
 
 import io
@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from afield.predictive import Prediction
+from afield.prediction.prediction import Prediction
 from afield.report.groups import Group, place
 
 try:

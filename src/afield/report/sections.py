@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from afield import runs
+from afield.experiment import run_folder
+from afield.experiment.run_folder import Run
 from afield.report import columns
 from afield.report.claims import Leader, Statement, about_far, leaders
 from afield.report.decisions import decided, picture_of, table_of
 from afield.report.groups import Group, shown
 from afield.report.plots import Picture
 from afield.report.tables import Table
-from afield.runs import Run
 
 FIRST = ("surfaces", "line")  # pictures that come before the scores
 _OWN = ("task", "method", "seed", "data_seed")
@@ -99,7 +99,7 @@ def slug(text: str) -> str:
 def make(task: str, slug: str, groups: Sequence[Group], pictures: Sequence[Picture], root: Path) -> Section:
     """Everything but the pictures is computed here; the one of risks gets the points that policies choose."""
     far = columns.far_table(task, groups)
-    several = {g.name: [d for run in g.runs if (d := decided(runs.read(run.folder))) is not None] for g in groups}
+    several = {g.name: [d for run in g.runs if (d := decided(run_folder.read(run.folder))) is not None] for g in groups}
     marked = picture_of(task, groups, several) if pictures else None
     pictures = [marked if marked is not None and picture.name == marked.name else picture for picture in pictures]
     return Section(

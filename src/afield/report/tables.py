@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from statistics import fmean, median, stdev
 from typing import Any
 
-from afield import paper
+from afield.experiment import paper
 
 Figures = Mapping[str, Sequence[float]]
 """By column: one value a run."""

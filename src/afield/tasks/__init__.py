@@ -1,8 +1,9 @@
 """Tasks: data with in-domain, shifted and OOD parts. `TASKS[name](seed, preset)` makes one."""
 
 from afield.registry import Registry
+from afield.settings import Settings
 from afield.tasks import cifar, clinc, fashion, genomics, imagenet, toy, uci
-from afield.tasks.task import PRESETS, Recipe, Settings, Task, presets
+from afield.tasks.task import PRESETS, Recipe, Task, presets
 
 TASKS: Registry[Recipe] = Registry("task")
 TASKS["toy-regression"] = Recipe(toy.toy_regression, presets(Settings(likelihood="gaussian", epochs=200)))

@@ -1,6 +1,6 @@
 """Blurs, and the sampling of images between their pixels. Stacks of images are (N, H, W, C) in [0, 1].
 
-`afield.tasks.corruptions` says where formulas and constants come from.
+`corruptions` says where formulas and constants come from.
 """
 
 from collections.abc import Callable

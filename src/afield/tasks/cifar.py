@@ -23,10 +23,11 @@ from torch.utils.data import TensorDataset
 
 from afield.backbones.normalize import CIFAR10_MEAN, CIFAR10_STD
 from afield.backbones.wide_resnet import WideResNet
-from afield.tasks.corrupted import Corrupted
+from afield.settings import Settings
+from afield.tasks.corruptions import Corrupted
 from afield.tasks.data import arrays, find, locate
 from afield.tasks.formats import cifar_batch, svhn_mat
-from afield.tasks.images import (
+from afield.tasks.image_tensors import (
     Labelled,
     crop_and_flip,
     cut,
@@ -36,7 +37,7 @@ from afield.tasks.images import (
     noise,
     to_tensor,
 )
-from afield.tasks.task import Recipe, Settings, Task, presets
+from afield.tasks.task import Recipe, Task, presets
 
 _CIFAR100_MEAN, _CIFAR100_STD = (0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)
 _EVERYTHING = 1_000_000

@@ -32,8 +32,10 @@ from torch import Tensor
 from torch.utils.data import TensorDataset
 
 from afield.backbones.transformer import TransformerEncoder, encoder_source, tokenize
-from afield.tasks.data import DataDamaged, find
-from afield.tasks.task import Recipe, Settings, Task, presets
+from afield.errors import DataDamaged
+from afield.settings import Settings
+from afield.tasks.data import find
+from afield.tasks.task import Recipe, Task, presets
 
 FILE = "clinc/data_full.json"
 BERT = "google-bert/bert-base-uncased"

@@ -8,18 +8,31 @@ bytes, and glass blur copies a neighbouring pixel where swapping the two was mea
     frost               the five photographs are not ours to give: plain colours and a grain with their statistics
 
 Random numbers come from the seed, the type and the severity, so that any set can be made again by itself.
+
+`Corrupted(images, labels)["corrupted/fog-3"]` is a test set under one of them. Sets are made when they are asked for
+and kept in the user's cache (`data.cache`), under a hash of the clean images. Where the published files of
+CIFAR-10-C or CIFAR-100-C lie on disk, those are read instead.
 """
 
+import contextlib
+import hashlib
 import io
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from torch.utils.data import TensorDataset
 
+from afield.errors import DataDamaged
+from afield.model.saving import write_file
 from afield.registry import Registry
 from afield.tasks import blur, weather
-from afield.tasks.pictures import pillow
+from afield.tasks.data import cache
+from afield.tasks.image_files import pillow
+from afield.tasks.image_tensors import to_tensor
 
 SEVERITIES = (1, 2, 3, 4, 5)
 _AT_ONCE = 256  # images: what is worked on should stay in the processor's cache
@@ -140,3 +153,66 @@ def _each(x: np.ndarray, change: Callable[[Any], Any]) -> np.ndarray:
     image = pillow()
     pictures = (image.fromarray(pixels) for pixels in np.rint(x * 255).astype(np.uint8))
     return np.stack([np.asarray(change(picture)) for picture in pictures]) / np.float64(255)
+
+
+_VERSION = 1  # of the corruptions: a new one leaves old files alone
+
+
+GROUP = "corrupted"
+
+
+class Corrupted(Mapping[str, TensorDataset]):
+    """The data sets by name, GROUP/TYPE-SEVERITY; none of them stays in memory.
+
+    images     bytes (N, H, W, 3)
+    published  folder with a file TYPE.npy of five severities of the whole test set, one after the other
+    rows       (N,) where the images stand in the whole test set, of `total`
+    """
+
+    def __init__(
+        self,
+        images: np.ndarray,
+        labels: np.ndarray,
+        *,
+        published: Path | None = None,
+        rows: np.ndarray | None = None,
+        total: int = 10_000,
+    ) -> None:
+        self.images, self.published = images, published
+        self.labels = torch.from_numpy(labels.astype(np.int64))
+        self.rows, self.total = np.arange(len(images)) if rows is None else rows, total
+        self._names = {f"{GROUP}/{kind}-{s}": (kind, s) for kind in CORRUPTIONS for s in SEVERITIES}
+        content = repr((_VERSION, images.shape)).encode() + np.ascontiguousarray(images).tobytes()
+        self.folder = cache() / GROUP / hashlib.sha256(content).hexdigest()[:16]
+
+    def __getitem__(self, name: str) -> TensorDataset:
+        return TensorDataset(to_tensor(self._made(*self._names[name])), self.labels)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def _made(self, kind: str, severity: int) -> np.ndarray:
+        if self.published is not None and (file := self.published / f"{kind}.npy").is_file():
+            return self._published(file, severity)
+        path = self.folder / f"{kind}-{severity}.npz"
+        with contextlib.suppress(Exception), np.load(path, allow_pickle=False) as file:  # missing or damaged: make it
+            return file["x"]
+        made = corrupt(self.images, kind, severity)
+        with contextlib.suppress(OSError):  # a cache that cannot be written to costs time, no more
+            self.folder.mkdir(parents=True, exist_ok=True)
+            content = io.BytesIO()
+            np.savez(content, x=made)
+            write_file(path, content.getvalue())
+        return made
+
+    def _published(self, file: Path, severity: int) -> np.ndarray:
+        sets = np.load(file, mmap_mode="r", allow_pickle=False)
+        if sets.dtype != np.uint8 or sets.shape != (len(SEVERITIES) * self.total, *self.images.shape[1:]):
+            raise DataDamaged(
+                f"{file} should hold bytes of shape {(len(SEVERITIES) * self.total, *self.images.shape[1:])}, "
+                f"got {sets.dtype} {sets.shape}. Get it again."
+            )
+        return np.asarray(sets[(severity - 1) * self.total + self.rows])

@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
+from afield.errors import DataDamaged, DataMissing
 from afield.registry import Registry
 
 
@@ -105,14 +106,6 @@ ORIGINS = {
     "tabular/uci2_*": "https://github.com/treforevans/uci_datasets",
     "weights/cifar10_resnet*": "https://github.com/akamaster/pytorch_resnet_cifar10",
 }
-
-
-class DataMissing(FileNotFoundError):
-    """A file that is in none of the folders; the message says which, where to get it and how to point to it."""
-
-
-class DataDamaged(ValueError):
-    """A file that is there and cannot be read, or a download with the wrong hash."""
 
 
 def find(*names: str) -> Path:

@@ -17,9 +17,10 @@ import numpy as np
 from torch.utils.data import TensorDataset
 
 from afield.backbones.wide_resnet import WideResNet
+from afield.settings import Settings
 from afield.tasks.data import arrays, find
 from afield.tasks.formats import idx
-from afield.tasks.images import (
+from afield.tasks.image_tensors import (
     Labelled,
     crop_and_flip,
     cut,
@@ -29,7 +30,7 @@ from afield.tasks.images import (
     noise,
     to_tensor,
 )
-from afield.tasks.task import Recipe, Settings, Task, presets
+from afield.tasks.task import Recipe, Task, presets
 
 MEAN, STD = (0.2860,), (0.3530,)
 _SIZES = {"smoke": (100, 20, 100), "small": (3000, 1000, 5000), "paper": (6000, 1000, 10_000)}  # a class, a class, OOD

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from afield.tasks.data import DataDamaged
+from afield.errors import DataDamaged
 
 _RECONSTRUCT = np.zeros(0).__reduce__()[0]  # numpy's own function, under whatever name this version has it
 _ALLOWED = {

@@ -33,8 +33,9 @@ from torch import Tensor
 from torch.utils.data import TensorDataset
 
 from afield.backbones.genomics_cnn import GenomicsCNN
+from afield.settings import Settings
 from afield.tasks.data import arrays
-from afield.tasks.task import Recipe, Settings, Task, presets
+from afield.tasks.task import Recipe, Task, presets
 
 READ = 250
 UNKNOWN = 4  # N and the other letters that stand for more than one base

@@ -1,6 +1,6 @@
 """ImageNet on ResNet-50, decoded picture by picture: too large to be held in memory, or to ship.
 
-Folders that are looked for, with pictures as `afield.tasks.pictures` reads them (class/name.JPEG, or tars of such):
+Folders that are looked for, with pictures as `image_files` reads them (class/name.JPEG, or tars of such):
 
     imagenet/train, imagenet/val            required; the official validation set is the test set
     imagenet-c/TYPE/SEVERITY                published corruptions (https://zenodo.org/records/2235448), if there
@@ -25,10 +25,12 @@ from torch import Tensor
 
 from afield.backbones.normalize import as_numbers
 from afield.backbones.resnet50 import BOUNDED, ResNet50
-from afield.tasks.data import DataMissing, folders, locate
-from afield.tasks.images import named_ood, noise, rows_of_parts
-from afield.tasks.pictures import Pictures, Source, listed
-from afield.tasks.task import Recipe, Settings, Task, presets
+from afield.errors import DataMissing
+from afield.settings import Settings
+from afield.tasks.data import folders, locate
+from afield.tasks.image_files import Pictures, Source, listed
+from afield.tasks.image_tensors import named_ood, noise, rows_of_parts
+from afield.tasks.task import Recipe, Task, presets
 
 _EVERYTHING = 1_000_000
 # Classes, pictures of each, the part of them that is held out for validation, pixels a side.

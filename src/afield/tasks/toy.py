@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from afield.backbones.resffn import ResFFN
-from afield.tasks.task import Recipe, Settings, Task, far_points, presets
+from afield.settings import Settings
+from afield.tasks.task import Recipe, Task, far_points, presets
 
 _FAR = 1000
 _GRID = 100

@@ -23,8 +23,9 @@ from torch import Tensor
 from torch.utils.data import TensorDataset
 
 from afield.backbones.resffn import ResFFN
+from afield.settings import Settings
 from afield.tasks.data import arrays
-from afield.tasks.task import Recipe, Settings, Task, far_points, presets
+from afield.tasks.task import Recipe, Task, far_points, presets
 
 # Task: file, rows. The number of rows sets the number of epochs, before the file is read.
 SETS: Mapping[str, tuple[str, int]] = {

@@ -1,6 +1,6 @@
 """Weather: snow, frost, fog and light on stacks of images (N, H, W, 3) in [0, 1].
 
-`afield.tasks.corruptions` says where formulas and constants come from.
+`corruptions` says where formulas and constants come from.
 """
 
 import numpy as np

@@ -1,1 +1,0 @@
-"""What people run: the command line and the pictures."""

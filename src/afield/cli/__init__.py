@@ -1,0 +1,1 @@
+"""The command line: one file a command, each a dataclass whose fields are the flags."""

@@ -1,0 +1,1 @@
+"""What to do with an answer: policies, thresholds and prediction sets, each with its guarantee."""

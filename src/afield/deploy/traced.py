@@ -1,0 +1,228 @@
+"""A fitted model as one function of its raw input, which a tracer can follow: no flags, no state, no capture.
+
+    inputs -> h -> f, v -> probs, logits -> score -> p_value -> accepted
+
+Classes give probs, logits (s f), variance, score, p_value, accepted; gaussian and poisson have mean and std in place of
+the first two. p_value and accepted are there if the model is calibrated. The head is `GaussianProcessHead` itself and
+the score is `Prediction.score`, so that there is one formula for each. Two things are said in other words:
+
+- ONNX has no searchsorted. The number of reference scores below a score is found by a binary search without branches,
+  log2 n gathers on a table filled up with infinity: the same count, bit for bit, in memory that grows with the batch
+  alone.
+- Max pooling in ONNX Runtime forgets NaN, and would give an answer where torch gives none. So a row with an input that
+  is not finite gets a hidden vector of NaN. Every answer is then NaN and the p-value the smallest there is: refused.
+"""
+
+import dataclasses
+import inspect
+import math
+from collections.abc import Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from afield.bounds.spectral import fold
+from afield.model.batches import split_batch
+from afield.model.layers import replace_layer
+from afield.model.sngp_model import SNGP
+from afield.prediction.p_values import conformal_p_value
+from afield.prediction.prediction import Prediction
+from afield.prediction.predictive import mean_field
+
+ALPHA = 0.01
+HIDDEN = "hidden"
+_SEEN: ContextVar[list[Tensor] | None] = ContextVar("hidden vectors of a graph", default=None)
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The tensors of a batch by name, and how the network is called with them.
+
+    args, kwargs  as the network takes them; what is not a tensor is a constant of the graph
+    """
+
+    names: tuple[str, ...]
+    tensors: tuple[Tensor, ...]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+    @staticmethod
+    def of(net: nn.Module, batch: Any) -> "Inputs":
+        """From a batch as loaders give it; its target is left out."""
+        args, kwargs, _ = split_batch(batch)
+        named = {**dict(zip(_parameters(net, len(args)), args, strict=True)), **kwargs}
+        found = {name: _float32(value) for name, value in named.items() if isinstance(value, Tensor)}
+        odd = [name for name, value in named.items() if isinstance(value, list | tuple | Mapping)]
+        if odd or not found:
+            raise ValueError(
+                f"An export takes tensors as inputs, got {', '.join(odd) or 'none'}: pass them one by one."
+            )
+        sizes = {name: tuple(t.shape) for name, t in found.items()}
+        if any(not shape or shape[0] != next(iter(sizes.values()))[0] or 0 in shape for shape in sizes.values()):
+            raise ValueError(f"All inputs of the example must have the same number of rows, at least one, got {sizes}.")
+        for name, t in found.items():
+            if not bool(torch.isfinite(t).all()):
+                raise ValueError(f"The example must be finite, got NaN or infinity in {name!r}.")
+        return Inputs(tuple(found), tuple(found.values()), args, kwargs)
+
+    def call(self, tensors: tuple[Tensor, ...]) -> tuple[list[Any], dict[str, Any]]:
+        """args and kwargs with these tensors in the place of the example's."""
+        rest = iter(tensors)
+        args = [next(rest) if isinstance(value, Tensor) else value for value in self.args]
+        return args, {k: next(rest) if isinstance(value, Tensor) else value for k, value in self.kwargs.items()}
+
+
+class Graph(nn.Module):
+    """Tensors in the order of `inputs.names` -> answers by name. The model that it is made from is not touched.
+
+    alpha   rate of false alarms behind `accepted`; None: 0.01, or the finest that the reference can tell
+    half    the backbone in half precision; the head stays in float32, whose phases half precision would drown
+    hidden  give h as well
+    """
+
+    table: Tensor
+
+    def __init__(
+        self, model: SNGP, inputs: Inputs, *, alpha: float | None = None, half: bool = False, hidden: bool = False
+    ) -> None:
+        super().__init__()
+        plain = fold(model).cpu().float().eval().requires_grad_(False)
+        head = plain.head
+        head.factor()
+        head.precision.free()  # the largest tensors of all, behind the factor
+        self.alpha = chosen_alpha(model, alpha)
+        self.inputs, self.output = inputs, plain.output
+        self.half_backbone, self.with_hidden = half, hidden
+        self.noise = float(head.noise) if head.likelihood == "gaussian" else None
+        self.head = head
+        self.net = replace_layer(plain.net, plain.output, _Tap(head.out_features))
+        if half:
+            self.net.half()
+        reference = head.reference if head.calibrated else head.reference[:0]
+        self.num_reference = reference.numel()
+        size = 2 ** math.ceil(math.log2(self.num_reference + 1)) - 1
+        table = torch.cat([reference, reference.new_full((size - self.num_reference,), math.inf)])
+        # A float32 model's scores fit in float32, which every runtime can compare.
+        self.register_buffer("table", table.float() if torch.equal(table.float().double(), table) else table)
+
+    @property
+    def outputs(self) -> list[str]:
+        """Names of the answers, in order."""
+        first = ["mean", "std"] if self.head.likelihood in ("gaussian", "poisson") else ["probs", "logits"]
+        last = [] if self.alpha is None else ["p_value", "accepted"]
+        return [*first, "variance", "score", *last, *([HIDDEN] if self.with_hidden else [])]
+
+    def forward(self, *tensors: Tensor) -> dict[str, Tensor]:
+        head, h = self.head, self.hidden(tensors)
+        mean, variance = head.posterior(h)
+        if head.likelihood in ("gaussian", "poisson"):
+            prediction = Prediction(mean, variance, noise=self.noise, likelihood=head.likelihood)
+            answers = {"mean": prediction.mean, "std": prediction.std}
+        else:
+            logits = head.logit_scale * mean
+            prediction = Prediction(logits, variance, mean_field(logits, variance), likelihood=head.likelihood)
+            assert prediction.probs is not None
+            answers = {"probs": prediction.probs, "logits": logits}
+        answers |= {"variance": variance, "score": prediction.score()}
+        if self.alpha is not None:
+            answers["p_value"] = self.p_value(answers["score"])
+            answers["accepted"] = answers["p_value"] > self.alpha
+        return answers | ({HIDDEN: h} if self.with_hidden else {})
+
+    def hidden(self, tensors: tuple[Tensor, ...]) -> Tensor:
+        """h (N, d) in float32, NaN in rows with an input that is not finite."""
+        finite = [torch.isfinite(t) for t in tensors if t.is_floating_point()]
+        # Zero for now: int8 takes one scale from all rows, and one NaN would be the end of them all.
+        tensors = tuple(t.masked_fill(~torch.isfinite(t), 0.0) if t.is_floating_point() else t for t in tensors)
+        if self.half_backbone:
+            tensors = tuple(t.half() if t.is_floating_point() else t for t in tensors)
+        args, kwargs = self.inputs.call(tensors)
+        seen: list[Tensor] = []
+        token = _SEEN.set(seen)
+        try:
+            self.net(*args, **kwargs)
+        finally:
+            _SEEN.reset(token)
+        if len(seen) != 1:
+            raise ValueError(f"The output layer {self.output!r} ran {len(seen)} times in one pass, expected once.")
+        h = seen[0].float()
+        for numbers in finite:
+            h = h.masked_fill(~numbers.flatten(1).all(1, keepdim=True), math.nan)
+        return h
+
+    def p_value(self, score: Tensor) -> Tensor:
+        """(1 + #{reference >= score}) / (n + 1): `predictive.conformal_p_value`."""
+        key, below = score.to(self.table.dtype), torch.zeros_like(score, dtype=torch.int64)
+        step = (len(self.table) + 1) // 2
+        while step:
+            # "not >=" and not "<": a score that is NaN lies beyond all others.
+            below = below + step * (~(self.table[below + (step - 1)] >= key)).long()
+            step //= 2
+        n = self.num_reference
+        return (1 + n - below.clamp_max(n)).to(score.dtype) / (n + 1)
+
+
+class _Tap(nn.Module):
+    """Stands where the head was: hands over the hidden vectors and returns something of the right shape."""
+
+    def __init__(self, out_features: int) -> None:
+        super().__init__()
+        self.out_features = out_features
+
+    def forward(self, h: Tensor) -> Tensor:
+        seen = _SEEN.get()
+        assert seen is not None
+        seen.append(h)
+        return h.new_zeros(h.shape[0], self.out_features)
+
+
+def chosen_alpha(model: SNGP, alpha: float | None) -> float | None:
+    """The rate of false alarms that a model is exported with; None where it has no p-values."""
+    head = model.head
+    if not head.calibrated:
+        if alpha is None:
+            return None
+        raise ValueError(
+            f"alpha={alpha:g} needs p-values, and this model was never calibrated, or its posterior has changed since. "
+            "Call afield.calibrate(model, held_out_loader) first, or leave alpha out to export without p-values."
+        )
+    finest = 1 / (head.reference.numel() + 1)
+    alpha = max(ALPHA, finest) if alpha is None else alpha
+    dummy = torch.ones(1)  # `accept` knows what alpha may be, and says so
+    Prediction(dummy[:, None], p_value=dummy, finest=finest).accept(alpha)
+    return alpha
+
+
+def threshold(model: SNGP, alpha: float) -> float:
+    """The largest score that is accepted: score <= threshold is the same as p_value > alpha."""
+    reference = model.head.reference
+    p_value, _ = conformal_p_value(reference, reference)
+    return float(reference[p_value.float() > alpha].max())  # in float32, as `accepted` compares them
+
+
+def expected(model: SNGP, inputs: Inputs, tensors: tuple[Tensor, ...], alpha: float | None) -> dict[str, Tensor]:
+    """What the model itself answers, by the names of `Graph`."""
+    device = model.head.ridge.device
+    args, kwargs = inputs.call(tuple(t.to(device) for t in tensors))
+    p = dataclasses.replace(model.predict(*args, **kwargs), features=None).to("cpu")
+    answers = {"mean": p.mean, "std": p.std} if p.probs is None else {"probs": p.probs, "logits": p.logits}
+    assert p.variance is not None
+    answers |= {"variance": p.variance, "score": p.score()}
+    if alpha is not None:
+        assert p.p_value is not None
+        answers |= {"p_value": p.p_value, "accepted": p.accept(alpha)}
+    return answers
+
+
+def _parameters(net: nn.Module, count: int) -> list[str]:
+    """Names of the first positional parameters of a network's forward."""
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    named = [p.name for p in inspect.signature(net.forward).parameters.values() if p.kind in kinds]
+    return [named[i] if i < len(named) else f"input_{i}" for i in range(count)]
+
+
+def _float32(value: Any) -> Any:
+    return value.detach().cpu().float() if value.is_floating_point() else value.detach().cpu()

@@ -1,0 +1,41 @@
+"""The errors that afield raises by a name of its own, for those who catch them."""
+
+
+class NotFitted(RuntimeError):
+    """A variance was asked for before the posterior was fitted."""
+
+
+class DamagedModel(ValueError):
+    """A saved model that cannot be read: missing, truncated, foreign, newer, or made for another network."""
+
+
+class WrongInput(ValueError, RuntimeError):
+    """Inputs of another shape, dtype or range than a layer of the network expects."""
+
+
+class Diverged(ValueError):
+    """Training left the finite numbers."""
+
+
+class Busy(ValueError):
+    """Another process is writing to this run folder."""
+
+
+class Elsewhere(ValueError):
+    """The first process met an error, which it reports itself."""
+
+
+class LostWorker(ChildProcessError):
+    """A task whose workers died again and again."""
+
+
+class ExportError(ValueError):
+    """A model that cannot be exported, or whose export answers differently. Nothing was written."""
+
+
+class DataMissing(FileNotFoundError):
+    """A file that is in none of the folders; the message says which, where to get it and how to point to it."""
+
+
+class DataDamaged(ValueError):
+    """A file that is there and cannot be read, or a download with the wrong hash."""

@@ -1,0 +1,176 @@
+"""Run folders: everything that is known of one training, in plain formats, written atomically.
+
+    runs/<task>/<method>/<seed>/
+        config.toml         what was asked for; the same file starts the same run again
+        log.jsonl           one line an epoch: loss and seconds
+        checkpoint.pt       the last finished epoch, until the run is finished
+        model.safetensors   all tensors of the model; an ensemble has none, its members have
+        predictions.npz     <part>/<field> of every `Prediction`; parts: val, test, shifted/NAME, ood/NAME, grid
+        environment.json    versions, machine, command, times
+        metrics.json        all figures; written last: a folder that has it is finished
+
+A lock that dies with its process guards a folder that is being written. Reports read run folders and nothing else.
+"""
+
+import contextlib
+import functools
+import io
+import json
+import shutil
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from afield.errors import Busy
+from afield.model.saving import write_file
+from afield.prediction.prediction import Prediction
+
+CONFIG, LOG, CHECKPOINT, MODEL = "config.toml", "log.jsonl", "checkpoint.pt", "model.safetensors"
+PREDICTIONS, ENVIRONMENT, METRICS = "predictions.npz", "environment.json", "metrics.json"
+_FIELDS = ("logits", "variance", "probs", "p_value")
+_SCALARS = ("noise", "finest")
+
+
+@dataclass(frozen=True)
+class Run:
+    """A finished run, read from its folder.
+
+    metrics  by name, `metric/data set/score` as in `paper`
+    cost     train_seconds, ms_per_example, parameters
+    """
+
+    folder: Path
+    config: Mapping[str, Any]
+    metrics: Mapping[str, float]
+    cost: Mapping[str, float]
+    environment: Mapping[str, Any]
+
+    @property
+    def task(self) -> str:
+        return str(self.config["task"])
+
+    @property
+    def method(self) -> str:
+        return str(self.config["method"])
+
+    @property
+    def seed(self) -> int:
+        return int(self.config["seed"])
+
+    @property
+    def parts(self) -> list[str]:
+        """Names of the parts that have predictions."""
+        return [name.removesuffix("/logits") for name in self._names if name.endswith("/logits")]
+
+    def prediction(self, part: str) -> Prediction:
+        """What the model said about a part of the task; without members and hidden vectors."""
+        fields: dict[str, Any] = {f: self.array(f"{part}/{f}") for f in _FIELDS if f"{part}/{f}" in self}
+        fields |= {f: float(self._read(f"{part}/{f}")) for f in _SCALARS if f"{part}/{f}" in self}
+        return Prediction(**fields, likelihood=str(self._read(f"{part}/likelihood")))
+
+    def array(self, name: str) -> Tensor:
+        """Any other array: train/x, train/y, grid/x, test/y, test/features (of a few hundred, the rows test/rows)."""
+        return torch.from_numpy(self._read(name))
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._names
+
+    @functools.cached_property
+    def _names(self) -> tuple[str, ...]:
+        with np.load(self.folder / PREDICTIONS, allow_pickle=False) as file:
+            return tuple(file.files)
+
+    def _read(self, name: str) -> np.ndarray:
+        with np.load(self.folder / PREDICTIONS, allow_pickle=False) as file:  # reads this array and no other
+            return file[name]
+
+
+def read(folder: Path) -> Run:
+    """The finished run of a folder."""
+    try:
+        config = tomllib.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        figures = json.loads((folder / METRICS).read_text(encoding="utf-8"))
+        environment = json.loads((folder / ENVIRONMENT).read_text(encoding="utf-8"))
+        return Run(folder, config, figures["metrics"], figures["cost"], environment)
+    except FileNotFoundError as error:
+        raise ValueError(f"{folder} is not a finished run: it has no {Path(error.filename).name}.") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{folder} is damaged: {error!r}. Delete it and run it again.") from error
+
+
+def find(root: Path) -> list[Run]:
+    """All finished runs in and below a folder, by task, method and seed."""
+    if not root.is_dir():
+        raise ValueError(f"There is no folder {root}.")
+    runs = [read(file.parent) for file in root.rglob(METRICS)]
+    return sorted(runs, key=lambda run: (run.task, run.method, run.seed, str(run.folder)))
+
+
+def finished(folder: Path) -> bool:
+    return (folder / METRICS).is_file()
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Hold the folder; `Busy` if another process does."""
+    from filelock import FileLock, Timeout  # a dependency of torch
+
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        with FileLock(folder / ".lock", timeout=0):
+            yield
+    except Timeout as error:
+        raise Busy(
+            f"{folder} is being written by another process. Wait for it, stop it, or choose another --out."
+        ) from error
+
+
+def clear(folder: Path) -> None:
+    """Empty a folder that is held; its lock stays."""
+    for file in folder.iterdir():
+        if file.name != ".lock":
+            shutil.rmtree(file) if file.is_dir() else file.unlink()
+
+
+def write(path: Path, content: str | bytes) -> None:
+    """All of the content, or nothing."""
+    write_file(path, content.encode() if isinstance(content, str) else content)
+
+
+def write_json(path: Path, value: Any) -> None:
+    write(path, json.dumps(value, indent=2) + "\n")
+
+
+def to_toml(values: Mapping[str, Any]) -> str:
+    """Flat TOML; what is None is left out. JSON's strings, numbers, booleans and lists are TOML's as well."""
+    lines = [f"{key} = {json.dumps(value)}" for key, value in values.items() if value is not None]
+    return "\n".join(lines) + "\n"
+
+
+def spread(count: int, most: int) -> Tensor:
+    """Row numbers of at most `most` of `count` rows, evenly over all: rows can be in order of something."""
+    return torch.linspace(0, count - 1, min(count, most), dtype=torch.float64).round().long()
+
+
+def pack(predictions: Mapping[str, Prediction], arrays: Mapping[str, Tensor]) -> bytes:
+    """The content of predictions.npz. Numbers are kept in float32."""
+    content: dict[str, np.ndarray] = {}
+    for part, prediction in predictions.items():
+        for name in _FIELDS:
+            if (tensor := getattr(prediction, name)) is not None:
+                content[f"{part}/{name}"] = tensor.detach().cpu().float().numpy()
+        for name in _SCALARS:
+            if (value := getattr(prediction, name)) is not None:
+                content[f"{part}/{name}"] = np.array(value)
+        content[f"{part}/likelihood"] = np.array(prediction.likelihood)
+    for name, tensor in arrays.items():
+        content[name] = tensor.detach().cpu().numpy()
+    buffer = io.BytesIO()
+    np.savez_compressed(buffer, **content)  # type: ignore[arg-type]
+    return buffer.getvalue()

@@ -1,0 +1,323 @@
+"""The training loop, in full view.
+
+A run is decided by its seed: weights, order of examples and dropout masks. With a checkpoint, a training that was
+killed goes on after its last finished epoch and ends where it would have ended, bit for bit.
+
+On several processes (`distributed`) a batch is that of all together, so settings mean the same and, up to
+rounding, so do the weights; but each rank draws dropout masks and augmentation of its own, and BatchNorm sees a rank's
+own part of a batch.
+"""
+
+import itertools
+import math
+import os
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    TensorDataset,
+    default_collate,
+)
+
+from afield.errors import Diverged
+from afield.experiment import distributed
+from afield.methods import Method
+from afield.model.batches import device_of
+from afield.model.ranks import share_statistics
+from afield.settings import Settings
+from afield.tasks import Task
+
+if TYPE_CHECKING:
+    from lightning.fabric import Fabric
+
+OnEpoch = Callable[[int, float], None]
+_MOST_EXAMPLES, _MOST_NUMBERS = 1024, 2**24  # of a batch that is predicted
+
+
+def fit(
+    task: Task,
+    method: Method,
+    *,
+    seed: int = 0,
+    checkpoint: Path | None = None,
+    on_epoch: OnEpoch = lambda epoch, loss: None,
+    fabric: "Fabric | None" = None,
+    **changes: Any,
+) -> nn.Module:
+    """Build, train and finish a model on a task.
+
+    checkpoint  file that is written after every epoch, and read at the start if it is there
+    on_epoch    hears of every epoch's number, from 1, and mean loss
+    fabric      a launched Fabric, on each of its processes; None: this process alone, on the CPU
+    changes     to the task's `Settings`, such as epochs=10
+    """
+    settings = replace(task.settings, **changes)
+    rank, world = distributed.rank_of(fabric)
+    if world > 1 and method.loss is None:
+        raise ValueError(
+            "This method is fitted in one pass, not by gradient steps: it has no use for several processes."
+        )
+    torch.manual_seed(seed)
+    model = method.build(task.backbone, task.num_outputs, settings)
+    with distributed.watched(fabric):
+        if method.loss is not None:
+            freeze(model, settings.frozen)
+            if world > 1:
+                torch.manual_seed(_mixed(_mixed(seed, 0), rank))  # masks and augmentation of its own
+            train(model, task, method, settings, seed=seed, checkpoint=checkpoint, on_epoch=on_epoch, fabric=fabric)
+        if fabric is not None:
+            model = _whole(model, task, method, settings, fabric)
+        if world > 1:
+            torch.manual_seed(_mixed(seed, settings.epochs))  # from here on, all do the same
+        device = None if fabric is None else fabric.device
+        method.finish(model, batches(task.train, device=device), batches(task.val, device=device), settings)
+    return model.eval()
+
+
+def train(
+    model: nn.Module,
+    task: Task,
+    method: Method,
+    settings: Settings,
+    *,
+    seed: int,
+    checkpoint: Path | None,
+    on_epoch: OnEpoch,
+    fabric: "Fabric | None" = None,
+) -> None:
+    """Gradient steps on shuffled batches."""
+    assert method.loss is not None
+    shuffle = torch.Generator()
+    loader = training_batches(task, settings, shuffle)
+    step = distributed.Step(model, method.loss, fabric)
+    forward, backward = (step, Tensor.backward) if fabric is None else (fabric.setup_module(step), fabric.backward)
+    optimizer = make_optimizer(model, settings, fused=not distributed.sharded(fabric))
+    factor = schedule(settings, settings.epochs * len(loader))
+    decay = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+    stepper: Any = optimizer if fabric is None else fabric.setup_optimizers(optimizer)
+    parts = {"model": model, "optimizer": optimizer, "decay": decay}
+    done = _resume(checkpoint, parts, fabric)
+    device = device_of(model) or torch.device("cpu")
+    lower = torch.autocast(device.type, torch.bfloat16, enabled=settings.precision == "bfloat16")
+    model.train()
+    for epoch in range(done, settings.epochs):
+        shuffle.manual_seed(_mixed(seed, epoch))
+        total, count = 0.0, 0.0
+        for batch, weight in _weighted(loader, fabric):
+            batch = method.transform(task.augment(batch, settings))
+            batch = batch if fabric is None else fabric.to_device(batch)
+            stepper.zero_grad()
+            with lower:
+                loss = forward(batch, weight)
+            backward(loss if weight == 1 else loss * weight)
+            stepper.step()
+            decay.step()
+            seen = len(batch[-1]) if weight else 0
+            total, count = total + float(loss.detach()) * seen, count + seen
+        total, count = distributed.summed(fabric, total, count)
+        if not math.isfinite(total):
+            raise Diverged(
+                f"The loss became {total} in epoch {epoch + 1}. Use a smaller learning rate than "
+                f"{settings.learning_rate:g}, or some warm-up."
+            )
+        _keep(checkpoint, parts, epoch + 1, fabric)
+        on_epoch(epoch + 1, total / count)
+
+
+def freeze(model: nn.Module, names: Iterable[str]) -> None:
+    """Take parameters out of training, by patterns of their names from any dot on."""
+    parameters = {f".{name}": p for name, p in model.named_parameters()}
+    for pattern in names:
+        chosen = [p for name, p in parameters.items() if fnmatchcase(name, f"*.{pattern}")]
+        if not chosen:
+            raise ValueError(f"frozen expects names of parameters, got {pattern!r}, and the model has none like that.")
+        for parameter in chosen:
+            parameter.requires_grad_(False)
+
+
+def make_optimizer(model: nn.Module, settings: Settings, *, fused: bool = True) -> torch.optim.Optimizer:
+    """The output layer, the last of the model to be registered, may have a learning rate and a decay of its own.
+
+    fused  one kernel for all parameters: quicker, and not there for sharded ones
+    """
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    rest = settings.learning_rate, settings.weight_decay
+    own = settings.head_learning_rate, settings.head_weight_decay
+    of_its_own = tuple(r if o is None else o for o, r in zip(own, rest, strict=True))
+    head = set() if own == (None, None) else _output_parameters(model)
+    groups = []
+    for of_head, (rate, decay) in ((False, rest), (True, of_its_own)):
+        for matrix in (False, True):
+            chosen = [p for p in parameters.values() if (id(p) in head) == of_head and (p.dim() > 1) == matrix]
+            if chosen:
+                groups.append({"params": chosen, "lr": rate, "weight_decay": decay if matrix else 0.0})
+    if settings.optimizer == "sgd":
+        return torch.optim.SGD(groups, lr=settings.learning_rate, momentum=0.9, nesterov=True, fused=fused or None)
+    kind = torch.optim.AdamW if settings.optimizer == "adamw" else torch.optim.Adam
+    return kind(groups, lr=settings.learning_rate, fused=fused or None)
+
+
+def schedule(settings: Settings, steps: int) -> Callable[[int], float]:
+    """The factor of the learning rate at every step: it rises during the warm-up, then falls."""
+    warmup = round(settings.warmup * steps)
+
+    def factor(step: int) -> float:
+        if step < warmup:
+            return (step + 1) / warmup
+        part = min(1.0, (step - warmup) / max(1, steps - warmup))
+        if settings.schedule == "cosine":
+            return 0.5 * (1 + math.cos(math.pi * part))
+        if settings.schedule == "linear":
+            return 1 - part
+        if settings.schedule == "steps":
+            return 0.2 ** sum(part >= milestone for milestone in (0.3, 0.6, 0.8))
+        return 1.0
+
+    return factor
+
+
+def training_batches(task: Task, settings: Settings, shuffle: torch.Generator) -> DataLoader[Any]:
+    """Batches in the order that the generator decides, every example once an epoch."""
+    if task.order is None:
+        order = RandomSampler(task.train, generator=shuffle)
+        return _loader(task.train, BatchSampler(order, settings.batch_size, drop_last=False))
+    return DataLoader(task.train, batch_size=None, sampler=_Order(task, settings.batch_size, shuffle))
+
+
+def batches(
+    data: Dataset[Any], size: int | None = None, *, rank: int = 0, world: int = 1, device: torch.device | None = None
+) -> DataLoader[Any]:
+    """Batches in order, every example once; with a `world` of several, rank r has the batches r, r + world, ...
+
+    size  examples in a batch; None: 1024, or fewer if they are large, as photographs are
+    """
+    size = size or min(_MOST_EXAMPLES, max(1, _MOST_NUMBERS // _numbers(data)))
+    order: Iterable[list[int]] = BatchSampler(SequentialSampler(data), size, drop_last=False)  # type: ignore[arg-type]
+    if world > 1:
+        order = list(itertools.islice(order, rank, None, world))
+    if device is None or device.type == "cpu":
+        return _loader(data, order)
+    return _loader(data, order, lambda batch: [part.to(device) if isinstance(part, Tensor) else part for part in batch])
+
+
+def _numbers(data: Dataset[Any]) -> int:
+    """In the input of the first example."""
+    x = data[0][0] if len(data) else None  # type: ignore[arg-type]
+    return max(1, x.numel()) if isinstance(x, Tensor) else 1
+
+
+def _weighted(loader: DataLoader[Any], fabric: "Fabric | None") -> Iterable[tuple[Any, float]]:
+    """Batches with weight 1; on several processes this one's examples of each, and what their mean loss counts for."""
+    rank, world = distributed.rank_of(fabric)
+    if world == 1:
+        return ((batch, 1.0) for batch in loader)
+    order = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+    return DataLoader(_Part(loader.dataset), batch_size=None, sampler=_Shares(order, rank, world))
+
+
+def _loader(
+    data: Dataset[Any], order: Iterable[list[int]], then: Callable[[Any], Any] | None = None
+) -> DataLoader[Any]:
+    """Batches of these indices, changed by `then`."""
+    if isinstance(data, TensorDataset):  # a batch at a time: one by one, small networks would wait for their data
+        return DataLoader(data, batch_size=None, sampler=order, collate_fn=then)
+    collate = None if then is None else lambda examples: then(default_collate(examples))
+    return DataLoader(data, batch_sampler=order, collate_fn=collate)
+
+
+class _Order(Sampler[list[int]]):
+    """The task's own batches, drawn anew in every epoch."""
+
+    def __init__(self, task: Task, size: int, generator: torch.Generator) -> None:
+        self.task, self.size, self.generator = task, size, generator
+
+    def __iter__(self) -> Iterator[list[int]]:
+        assert self.task.order is not None
+        return (batch.tolist() for batch in self.task.order(self.size, self.generator))
+
+    def __len__(self) -> int:
+        return math.ceil(len(self.task.train) / self.size)
+
+
+class _Shares(Sampler[tuple[list[int], float]]):
+    """Of every batch this rank's indices and weight; the first index with weight 0 where it has none."""
+
+    def __init__(self, batches: Iterable[Any], rank: int, world: int) -> None:
+        self.batches, self.rank, self.world = batches, rank, world
+
+    def __iter__(self) -> Iterator[tuple[list[int], float]]:
+        for batch in self.batches:
+            own = batch[self.rank :: self.world]
+            yield own or batch[:1], len(own) * self.world / len(batch)
+
+
+class _Part(Dataset[tuple[Any, float]]):
+    """(indices, weight) -> (batch, weight)."""
+
+    def __init__(self, data: Any) -> None:
+        self.data = data
+
+    def __getitem__(self, key: tuple[list[int], float]) -> tuple[Any, float]:
+        indices, weight = key
+        if isinstance(self.data, TensorDataset):
+            return self.data[indices], weight
+        return default_collate([self.data[i] for i in indices]), weight
+
+
+def _output_parameters(model: nn.Module) -> set[int]:
+    """Parameters of the last child, of every member for an ensemble."""
+    if isinstance(model, nn.ModuleList):
+        return set().union(*map(_output_parameters, model))
+    net = getattr(model, "net", model)
+    return {id(p) for p in list(net.children())[-1].parameters()}
+
+
+def _mixed(seed: int, epoch: int) -> int:
+    """One seed of two numbers: neighbouring seeds must not see each other's epochs."""
+    return int(torch.randint(2**62, (epoch + 1,), generator=torch.Generator().manual_seed(seed))[-1])
+
+
+def _whole(model: nn.Module, task: Task, method: Method, settings: Settings, fabric: "Fabric") -> nn.Module:
+    """The trained model on every rank: put together if it was sharded, with the first rank's batch statistics."""
+    if method.loss is not None and distributed.sharded(fabric):
+        state = distributed.state_of({"model": model}, fabric)["model"]
+        model = method.build(task.backbone, task.num_outputs, settings)
+        model.load_state_dict(state)
+    model.to(fabric.device)
+    if fabric.world_size > 1:
+        share_statistics(model)
+    return model
+
+
+def _keep(checkpoint: Path | None, parts: dict[str, Any], epoch: int, fabric: "Fabric | None") -> None:
+    if checkpoint is None:
+        return
+    state = distributed.state_of(parts, fabric)
+    if distributed.rank_of(fabric)[0] == 0:
+        temporary = checkpoint.with_suffix(".tmp")
+        torch.save({**state, "epoch": epoch}, temporary)
+        os.replace(temporary, checkpoint)
+
+
+def _resume(checkpoint: Path | None, parts: dict[str, Any], fabric: "Fabric | None") -> int:
+    """Bring everything back to the last finished epoch; its number, or 0 where there is nothing to go on from."""
+    state = None
+    if checkpoint is not None and checkpoint.exists():
+        state = torch.load(checkpoint, weights_only=True, map_location="cpu")
+    epoch = 0 if state is None else int(state["epoch"])
+    if len(set(distributed.gathered(fabric, epoch))) > 1:
+        raise ValueError(f"The processes do not all see {checkpoint}: the folder of runs has to be one that all share.")
+    if state is not None:
+        distributed.restore(parts, state, fabric)
+    return epoch

@@ -1,0 +1,276 @@
+"""Random features: a finite map phi whose inner products approximate a kernel.
+
+    phi(h) = sqrt(2 / D) a(W n(h) / l + b)          phi(h)^T phi(h') -> k(h, h')  at rate D^-1/2
+
+`W` and `b` are drawn once and frozen; `l` is the length scale; `n` is an optional normalisation of the hidden
+vector. Writing r = |h - h'| / l and u = (h / l, 1):
+
+    rbf        a = cos    exp(-r^2 / 2)                                   W rows ~ N(0, I)      b ~ U(0, 2 pi)
+    matern32   a = cos    (1 + sqrt(3) r) exp(-sqrt(3) r)                 Student t, 3 degrees  b ~ U(0, 2 pi)
+    matern52   a = cos    (1 + sqrt(5) r + 5 r^2 / 3) exp(-sqrt(5) r)     Student t, 5 degrees  b ~ U(0, 2 pi)
+    arccos     a = relu   |u||u'| (sin t + (pi - t) cos t) / pi           W rows ~ N(0, I)      b ~ N(0, 1)
+
+with t the angle between u and u'. Paper: eq. (rff_gp) and its footnote on other kernels. The arc-cosine kernel
+is not stationary: its variance grows with the norm of h instead of levelling off.
+
+With `orthogonal=True` the rows of W come in blocks of mutually orthogonal directions with independent lengths,
+which has the same expectation and a smaller error. Every block is a fresh draw: blocks drawn from one seed
+would be copies, and worse than plain sampling.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from afield.bounds.eager import eager
+from afield.registry import Registry
+
+# The length scale as a fraction of the median distance between hidden vectors; docs/defaults.md has the evidence. A
+# fixed number collapses for many learning rates, because it knows nothing of the size of the hidden vectors; a length
+# scale that went on following them runs away with them.
+LENGTH_SCALE_FRACTION = 1.0
+_MOST_PAIRED_ROWS = 1024
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A kernel as a recipe for random features, with its exact value for comparison."""
+
+    activation: Callable[[Tensor], Tensor]
+    exact: Callable[[Tensor, Tensor], Tensor]
+    degrees: int | None = None  # of the Student t distribution of the frequencies; None: Gaussian
+    gaussian_bias: bool = False  # otherwise uniform phases
+
+
+def _rbf(a: Tensor, b: Tensor) -> Tensor:
+    return torch.exp(-0.5 * torch.cdist(a, b) ** 2)
+
+
+def _matern32(a: Tensor, b: Tensor) -> Tensor:
+    r = math.sqrt(3) * torch.cdist(a, b)
+    return (1 + r) * torch.exp(-r)
+
+
+def _matern52(a: Tensor, b: Tensor) -> Tensor:
+    r = math.sqrt(5) * torch.cdist(a, b)
+    return (1 + r + r**2 / 3) * torch.exp(-r)
+
+
+def _arccos(a: Tensor, b: Tensor) -> Tensor:
+    u, v = F.pad(a, (0, 1), value=1.0), F.pad(b, (0, 1), value=1.0)
+    norms = u.norm(dim=-1)[:, None] * v.norm(dim=-1)
+    angle = torch.acos((u @ v.T / norms).clamp(-1, 1))
+    return norms * (angle.sin() + (math.pi - angle) * angle.cos()) / math.pi
+
+
+KERNELS: Registry[Kernel] = Registry(
+    "kernel",
+    rbf=Kernel(torch.cos, _rbf),
+    matern32=Kernel(torch.cos, _matern32, degrees=3),
+    matern52=Kernel(torch.cos, _matern52, degrees=5),
+    arccos=Kernel(torch.relu, _arccos, gaussian_bias=True),
+)
+
+
+NORMALIZERS: Registry[Callable[[Tensor, Tensor, Tensor], Tensor]] = Registry(
+    "input normalisation",
+    layer=lambda h, shift, gain: F.layer_norm(h, h.shape[-1:]),
+    unit=lambda h, shift, gain: F.normalize(h, dim=-1),
+    standardize=lambda h, shift, gain: (h - shift) * gain,
+)
+
+
+def median_distance(h: Tensor) -> float:
+    """The median distance between distinct rows of h (N, d), over at most 1024 evenly spaced rows."""
+    step = max(1, math.ceil(h.shape[0] / _MOST_PAIRED_ROWS))
+    distances = torch.pdist(h[::step].double())
+    distances = distances[distances > 0]
+    return float(distances.median()) if distances.numel() else math.nan
+
+
+class RandomFeatures(nn.Module):
+    """The frozen map h (N, in_features) -> phi (N, num_random_features).
+
+    `length_scale=None` takes a `fraction` of the median distance between the hidden vectors of the first batch seen in
+    training mode, the same on every rank; `adapt(h)` sets it from given vectors. Until then, evaluation uses the batch
+    at hand and stores nothing.
+
+    `normalize_input`: None; "standardize" by the training moments that `adapt` takes; "layer" normalisation
+    (the paper's appendix; it loses the radius, hence distance); "unit" norm.
+
+    `grow`: multiply phi by max(1, |n(h)|^2 / R^2), R the largest |n(h)| among the vectors given to `adapt`. Beyond the
+    data the prior then outgrows a mean that is linear in h; on the data nothing changes.
+
+    `projection`: multiply wide hidden vectors by a fixed Gaussian matrix (in_features, projection), scaled to
+    keep distances in expectation (the paper's appendix: "input dimension projection").
+    """
+
+    weight: Tensor
+    phase: Tensor
+    length_scale: Tensor
+    shift: Tensor
+    gain: Tensor
+    radius: Tensor
+    projector: Tensor | None
+
+    def __init__(
+        self,
+        in_features: int,
+        num_random_features: int = 1024,
+        *,
+        kernel: str = "rbf",
+        length_scale: float | None = None,
+        orthogonal: bool = True,
+        normalize_input: str | None = None,
+        projection: int | None = None,
+        grow: bool = False,
+        fraction: float = LENGTH_SCALE_FRACTION,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        super().__init__()
+        if length_scale is not None and not 0 < length_scale < math.inf:
+            raise ValueError(f"length_scale must be a positive number or None (from the data), got {length_scale}.")
+        for name, value in (("in_features", in_features), ("num_random_features", num_random_features)):
+            if value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}.")
+        if normalize_input is not None:
+            NORMALIZERS[normalize_input]
+        self.in_features, self.num_random_features = in_features, num_random_features
+        self.kernel, self.normalize_input = kernel, normalize_input
+        self.fraction, self.grow = fraction, grow
+        projector = None
+        if projection is not None:
+            if not 1 <= projection <= in_features:
+                raise ValueError(f"projection must lie between 1 and in_features = {in_features}, got {projection}.")
+            projector = torch.randn(in_features, projection, generator=generator) / math.sqrt(projection)
+        self.register_buffer("projector", projector)
+        width = projection or in_features
+        recipe = KERNELS[kernel]
+        directions = (_orthogonal_gaussian if orthogonal else torch.randn)(
+            num_random_features, width, generator=generator
+        )
+        if recipe.degrees is not None:
+            chi2 = torch.randn(num_random_features, recipe.degrees, generator=generator).square().sum(-1)
+            directions = directions * (recipe.degrees / chi2).sqrt()[:, None]
+        self.register_buffer("weight", directions)
+        if recipe.gaussian_bias:
+            phase = torch.randn(num_random_features, generator=generator)
+        else:
+            phase = 2 * math.pi * torch.rand(num_random_features, generator=generator)
+        self.register_buffer("phase", phase)
+        # A float64 scalar does not promote float32 activations, and keeps the digits of a float64 model.
+        self.register_buffer("length_scale", torch.tensor(length_scale or math.nan, dtype=torch.float64))
+        moments = in_features if normalize_input == "standardize" else 0
+        self.register_buffer("shift", torch.full((moments,), math.nan))
+        self.register_buffer("gain", torch.full((moments,), math.nan))
+        self.register_buffer("radius", torch.tensor(math.nan if grow else math.inf, dtype=torch.float64))
+        self._fixed = length_scale is not None
+        self._adapted = self._fixed and not moments and not grow
+        self.register_load_state_dict_post_hook(_after_load)
+
+    @property
+    def adapted(self) -> bool:
+        """Whether the length scale and the moments are known."""
+        return self._adapted
+
+    def adapt(self, h: Tensor, moments: tuple[Tensor, Tensor] | None = None) -> None:
+        """Take the moments and the length scale from the hidden vectors h (N, d).
+
+        `moments`: mean and standard deviation (d,), where they are known from more data than h. A length scale that
+        was given as a number stays.
+        """
+        found = self._from_data(h, moments)
+        if any(bool(torch.isnan(t).any()) for t in found):
+            raise ValueError("Standardisation needs finite hidden vectors, got NaN or infinity in the first batch.")
+        for own, value in zip(self._learned(), found, strict=True):
+            own.copy_(value)
+        self._adapted = True
+
+    def forward(self, h: Tensor) -> Tensor:
+        """phi (N, D). Computed in at least float32: half-precision phases would drown the cosine."""
+        with torch.autocast(h.device.type, enabled=False):
+            dtype = self.weight.dtype
+            wide = torch.promote_types(dtype, torch.float32)
+            h = h.to(wide)
+            shift, gain, length_scale, radius = self._learned() if self._adapted else self._first_batch(h)
+            h = self._normalized(h, shift.to(wide), gain.to(wide))
+            phase = F.linear(h / length_scale, self.weight.to(wide), self.phase.to(wide))
+            phi = KERNELS[self.kernel].activation(phase) * math.sqrt(2 / self.num_random_features)
+            if self.grow:
+                phi = phi * (h / radius).square().sum(-1, keepdim=True).clamp_min(1.0)
+            return phi.to(dtype)
+
+    def _learned(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return self.shift, self.gain, self.length_scale, self.radius
+
+    @eager
+    def _first_batch(self, h: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        if not self.training:
+            return self._from_data(h, fallback=1.0)
+        self.adapt(h)
+        if dist.is_available() and dist.is_initialized():
+            for own in self._learned():
+                dist.broadcast(own, src=0)
+        return self._learned()
+
+    def _from_data(
+        self, h: Tensor, moments: tuple[Tensor, Tensor] | None = None, fallback: float | None = None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        h = h.detach().to(torch.promote_types(self.weight.dtype, torch.float32))
+        shift, gain, scale = self.shift, self.gain, float(self.length_scale)
+        if self.normalize_input == "standardize":
+            shift, std = moments if moments is not None else (h.mean(0), h.std(0, correction=0))
+            # A unit that never moves in-domain keeps its own scale, so that it still counts when a foreign
+            # input wakes it.
+            gain = torch.where(std > 1e-6 * std.max(), 1 / std, torch.ones_like(std))
+            shift, gain = shift.to(h), gain.to(h)
+        normalized = self._normalized(h, shift, gain)
+        if not self._fixed or math.isnan(scale):
+            scale = self.fraction * median_distance(normalized)
+            if not math.isfinite(scale):
+                if fallback is None:
+                    raise ValueError(
+                        "length_scale=None takes the length scale from the distances between the hidden vectors of "
+                        f"the first training batch, and needs two finite ones that differ, got {h.shape[0]} row(s). "
+                        "Give a larger first batch, or a number as length_scale."
+                    )
+                scale = fallback
+        radius = normalized.norm(dim=-1).amax().to(self.radius) if self.grow else self.radius
+        return shift, gain, self.length_scale.new_tensor(scale), radius
+
+    def _normalized(self, h: Tensor, shift: Tensor, gain: Tensor) -> Tensor:
+        if self.normalize_input is not None:
+            h = NORMALIZERS[self.normalize_input](h, shift, gain)
+        return h if self.projector is None else h @ self.projector.to(h.dtype)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "RandomFeatures":
+        length_scale, radius = self.length_scale, self.radius
+        super()._apply(fn, recurse)
+        self.length_scale = length_scale.to(self.length_scale.device)
+        self.radius = radius.to(self.radius.device)
+        return self
+
+    def extra_repr(self) -> str:
+        scale = f"{float(self.length_scale):.4g}" if self._adapted else "from the first batch"
+        return f"{self.in_features}, {self.num_random_features}, kernel={self.kernel!r}, length_scale={scale}"
+
+
+def _after_load(module: nn.Module, _: object) -> None:
+    assert isinstance(module, RandomFeatures)
+    module._adapted = not any(bool(torch.isnan(t).any()) for t in module._learned())
+
+
+def _orthogonal_gaussian(rows: int, columns: int, *, generator: torch.Generator | None) -> Tensor:
+    """Rows of N(0, I) length in blocks of orthogonal directions, each block its own draw."""
+    blocks = []
+    for start in range(0, rows, columns):
+        q, r = torch.linalg.qr(torch.randn(columns, columns, generator=generator))
+        # Householder QR fixes the signs of its columns; undoing that makes the rotation Haar distributed.
+        blocks.append((q * r.diagonal().sign())[: rows - start])
+    lengths = torch.randn(rows, columns, generator=generator).norm(dim=1)
+    return torch.cat(blocks) * lengths[:, None]

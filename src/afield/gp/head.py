@@ -1,0 +1,350 @@
+"""The Gaussian-process output layer: random features, output weights and their Laplace posterior.
+
+    f(h) = phi(h)^T B (+ constant),        v(h) = a^2 phi(h)^T H^-1 phi(h)
+
+`forward` returns f and never touches the posterior: accumulation inside `forward` is silently wrong under
+distributed training, gradient checkpointing and repeated passes. `observe` adds examples, `posterior` reads.
+"""
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from afield.gp.features import LENGTH_SCALE_FRACTION, RandomFeatures
+from afield.gp.low_rank import LowRank
+from afield.gp.precision import COVARIANCES, Precision, choose_curvature, curvature_weights
+from afield.prediction.p_values import conformal_p_value
+from afield.prediction.prediction import Prediction
+from afield.prediction.predictive import PREDICTIVES
+
+SCALARS = ("ridge", "amplitude", "logit_scale", "noise")
+KEPT_MEAN_FRACTION = 0.35  # docs/defaults.md
+_CAPTURED: ContextVar[list[Tensor] | None] = ContextVar("captured hidden vectors", default=None)
+
+
+class GaussianProcessHead(nn.Module):
+    """h (N, in_features) -> logits (N, out_features), with a posterior variance.
+
+    num_random_features  D; the error of the kernel falls as D^-1/2
+    length_scale         l; None takes the median distance between hidden vectors: of the first training
+                         batch, or of all data with `fit_head`. With `mean`, where the kernel has only the variance
+                         to carry, 0.35 of it
+    ridge                r, the prior precision of each output weight
+    amplitude            a, the prior standard deviation of f in units of the kernel; `afield.calibrate` sets it
+    likelihood           categorical, bernoulli (one logit), gaussian, poisson (log rates)
+    covariance           "shared" by all outputs, or "per_class" (memory and time times K)
+    rank                 None: exact. A number m, for many classes: the m heaviest examples of each class exactly, the
+                         rest through one matrix that all classes share (`low_rank`)
+    curvature            "likelihood" (the paper's), "unit" (the authors' code), or "auto": unit for
+                         classification with a shared covariance
+    kernel               rbf, matern32, matern52, arccos
+    normalize_input      None, "standardize", "layer", "unit"
+    projection           project wide hidden vectors to this many dimensions first
+    momentum             None sums over all examples exactly; a number makes a moving average over batches
+    constant             add a trained constant to f, outside the prior (far from the data, f tends to it)
+    mean                 a trained output layer to keep as f; there are then no output weights to train
+    added, dropped       outputs that `afield.class_changes` has added after the others, and those that it has dropped
+    generator            of the random features; None draws from torch's global state
+
+    Output weights start at the prior mean, zero, so that f tends to zero far from the data also after training.
+    """
+
+    ridge: Tensor
+    amplitude: Tensor
+    logit_scale: Tensor
+    noise: Tensor
+    reference: Tensor
+    reference_count: Tensor
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        num_random_features: int = 1024,
+        length_scale: float | None = None,
+        ridge: float = 1.0,
+        amplitude: float = 1.0,
+        likelihood: str = "categorical",
+        covariance: str = "shared",
+        rank: int | None = None,
+        curvature: str = "auto",
+        kernel: str = "rbf",
+        orthogonal: bool = True,
+        normalize_input: str | None = None,
+        projection: int | None = None,
+        momentum: float | None = None,
+        constant: bool = False,
+        mean: nn.Module | None = None,
+        added: int = 0,
+        dropped: Sequence[int] = (),
+        generator: torch.Generator | None = None,
+    ) -> None:
+        super().__init__()
+        if covariance not in COVARIANCES:
+            raise ValueError(f"covariance must be one of {', '.join(COVARIANCES)}, got {covariance!r}.")
+        if out_features < 1 or (likelihood == "bernoulli" and out_features != 1):
+            wanted = "exactly 1 output (a single logit)" if likelihood == "bernoulli" else "at least 1 output"
+            raise ValueError(f"A {likelihood} head expects {wanted}, got out_features={out_features}.")
+        if likelihood == "categorical" and out_features < 2:
+            raise ValueError('A categorical head expects at least 2 outputs; use likelihood="bernoulli" for one logit.')
+        for name, value in (("ridge", ridge), ("amplitude", amplitude)):
+            if not 0 < value < math.inf:
+                raise ValueError(f"{name} must be positive and finite, got {value}.")
+        self.in_features, self.out_features = in_features, out_features + added - len(dropped)
+        self.first_outputs = out_features  # before any was added or dropped
+        self.likelihood, self.covariance = likelihood, covariance
+        self.curvature = choose_curvature(curvature, likelihood, covariance)
+        self.random_features = RandomFeatures(
+            in_features,
+            num_random_features,
+            kernel=kernel,
+            length_scale=length_scale,
+            orthogonal=orthogonal,
+            normalize_input=normalize_input,
+            projection=projection,
+            grow=mean is not None,
+            fraction=LENGTH_SCALE_FRACTION if mean is None else KEPT_MEAN_FRACTION,
+            generator=generator,
+        )
+        num_matrices = out_features if covariance == "per_class" else 1
+        self.precision: Precision | LowRank
+        if rank is None:
+            self.precision = Precision(num_random_features, num_matrices, momentum=momentum)
+        else:
+            self._check_rank(rank, momentum)
+            self.precision = LowRank(num_random_features, num_matrices, rank)
+        self.mean = mean
+        if mean is None:
+            self.weight = nn.Parameter(torch.zeros(out_features, num_random_features))
+        weights = [torch.zeros(num_random_features) for _ in range(added)]
+        self.added: nn.ParameterList | tuple[Tensor, ...] = nn.ParameterList(weights) if added else ()
+        self.dropped = tuple(dropped)
+        if constant and mean is not None:
+            raise ValueError("constant=True adds to the output weights, which a kept output layer (mean=...) replaces.")
+        if constant:
+            self.constant = nn.Parameter(torch.zeros(out_features))
+        else:
+            self.register_parameter("constant", None)
+        for name, value in zip(SCALARS, (ridge, amplitude, 1.0, 1.0), strict=True):
+            self.register_buffer(name, torch.tensor(value, dtype=torch.float64))
+        # Sorted held-out scores, and the number of examples observed when they were taken.
+        self.register_buffer("reference", torch.zeros(0, dtype=torch.float64))
+        self.register_buffer("reference_count", torch.zeros((), dtype=torch.int64))
+        self._seen: list[Tensor] | None = None
+
+    def _check_rank(self, rank: int, momentum: float | None) -> None:
+        """A low rank is for many precisions that differ."""
+        if self.covariance != "per_class" or self.out_features < 2:
+            raise ValueError(
+                f"rank={rank} approximates one precision for each of several outputs, got covariance="
+                f'{self.covariance!r} and {self.out_features} outputs: use covariance="per_class", or rank=None.'
+            )
+        if self.likelihood == "gaussian" or self.curvature == "unit":
+            raise ValueError(
+                f"With likelihood={self.likelihood!r} and curvature={self.curvature!r} all outputs have the same "
+                f'precision: use covariance="shared" with rank=None, which is exact, got rank={rank}.'
+            )
+        if momentum is not None:
+            raise ValueError(f"A moving average (momentum={momentum}) keeps no examples: use rank=None, got {rank}.")
+
+    @property
+    def num_observed(self) -> int:
+        """Examples in the posterior."""
+        return int(self.precision.count)
+
+    def features(self, h: Tensor) -> Tensor:
+        """phi (N, D)."""
+        return self.random_features(self._checked(h))
+
+    def forward(self, h: Tensor) -> Tensor:
+        """The logits f (N, K). No side effect on the posterior, ever."""
+        if (seen := self._seen if torch.compiler.is_compiling() else _CAPTURED.get()) is not None:
+            seen.append(h)
+            return h.new_zeros(h.shape[0], self.out_features)
+        return self._mean(h, None)
+
+    @contextlib.contextmanager
+    def capture(self) -> Iterator[list[Tensor]]:
+        """Collect the hidden vectors that reach a head in this thread, in place of computing the logits twice."""
+        seen: list[Tensor] = []
+        if torch.compiler.is_compiling():  # no tracer follows a ContextVar; nor do threads share a trace
+            self._seen = seen
+            yield seen
+            self._seen = None
+            return
+        token = _CAPTURED.set(seen)
+        try:
+            yield seen
+        finally:
+            _CAPTURED.reset(token)
+
+    def observe(self, h: Tensor, logits: Tensor | None = None, *, fast: bool = False) -> None:
+        """Add examples to the posterior; `logits` are computed from h unless given."""
+        self._accumulate(h, logits, lambda phi, w: self.precision.update(phi, w, fast=fast))
+
+    def unobserve(self, h: Tensor, logits: Tensor | None = None) -> None:
+        """Remove examples that were observed, exactly: same hidden vectors, same logits."""
+        self._accumulate(h, logits, self.precision.downdate)
+
+    def reset_posterior(self) -> None:
+        """Forget all observed examples. Amplitude and logit scale stay; p-values are off until calibrated again."""
+        self.precision.reset()
+        self._uncalibrate()
+
+    def _uncalibrate(self) -> None:
+        self.reference = self.reference[:0].clone()
+
+    def factor(self) -> None:
+        """Factorise the posterior precision, unless that is done."""
+        if not self.precision.factored:
+            self.precision.factor(float(self.ridge), float(self.noise))
+
+    def posterior(self, h: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean f (N, K) and variance a^2 phi^T H^-1 phi, (N,) shared or (N, K) per class."""
+        self.factor()
+        phi = self.features(h)
+        return self._mean(h, phi), self.amplitude.square() * self.precision.variance(phi)
+
+    def predict(
+        self,
+        h: Tensor,
+        *,
+        predictive: str = "mean_field",
+        num_samples: int = 100,
+        generator: torch.Generator | None = None,
+    ) -> Prediction:
+        """The `Prediction` for hidden vectors h; its logits are s f, s the calibrated logit scale."""
+        PREDICTIVES[predictive]
+        return self.prediction(*self.posterior(h), h, predictive, num_samples, generator)
+
+    def prediction(
+        self,
+        mean: Tensor,
+        variance: Tensor,
+        h: Tensor | None = None,
+        predictive: str = "mean_field",
+        num_samples: int = 100,
+        generator: torch.Generator | None = None,
+    ) -> Prediction:
+        """The `Prediction` that a posterior mean and variance make."""
+        if self.likelihood in ("gaussian", "poisson"):
+            noise = float(self.noise) if self.likelihood == "gaussian" else None
+            prediction = Prediction(mean, variance, features=h, noise=noise, likelihood=self.likelihood)
+        else:
+            logits = self.logit_scale * mean
+            probs, members = PREDICTIVES[predictive](logits, variance, num_samples, generator)
+            prediction = Prediction(logits, variance, probs, members, h, likelihood=self.likelihood)
+        if not self.calibrated:
+            return prediction
+        p_value, finest = conformal_p_value(prediction.score(), self.reference)
+        return dataclasses.replace(prediction, p_value=p_value, finest=finest)
+
+    @property
+    def calibrated(self) -> bool:
+        """Whether p-values stand: reference scores were taken from the posterior as it is now."""
+        return self.reference.numel() > 0 and int(self.reference_count) == self.num_observed
+
+    def set_reference(self, scores: Tensor) -> None:
+        """Keep the scores of held-out in-domain examples (N,), to which p-values compare new ones."""
+        self.reference = scores.detach().double().sort().values.to(self.reference.device)
+        self.reference_count.copy_(self.precision.count)
+
+    def set_scalars(self, **values: float) -> None:
+        """Set ridge, amplitude, logit_scale or noise; the posterior is factorised again when next read."""
+        for name, value in values.items():
+            if name not in SCALARS or not 0 < value < math.inf:
+                raise ValueError(f"set_scalars takes positive {', '.join(SCALARS)}, got {name}={value}.")
+        for name, value in values.items():
+            getattr(self, name).fill_(value)
+        self._uncalibrate()
+        if values.keys() & {"ridge", "noise"}:
+            self.precision.stale()
+
+    def _mean(self, h: Tensor, phi: Tensor | None) -> Tensor:
+        if self.mean is not None:
+            logits = self.mean(self._checked(h))
+        else:
+            phi = self.features(h) if phi is None else phi
+            with torch.autocast(h.device.type, enabled=False):
+                logits = F.linear(phi, self.weight, self.constant)
+        if self.added:
+            logits = self._with_added(logits, self.features(h) if phi is None else phi)
+        return logits[:, [k for k in range(logits.shape[-1]) if k not in self.dropped]] if self.dropped else logits
+
+    def _with_added(self, logits: Tensor, phi: Tensor) -> Tensor:
+        """Added outputs count from the mean of the first ones: a softmax leaves their common level free.
+
+        Each is a product of its own, because a wider matrix may round the old logits differently.
+        """
+        level = logits.mean(-1, keepdim=True)
+        with torch.autocast(phi.device.type, enabled=False):
+            return torch.cat([logits, *(level + F.linear(phi, weight[None]) for weight in self.added)], dim=-1)
+
+    @torch.no_grad()
+    def _accumulate(self, h: Tensor, logits: Tensor | None, add: Callable[[Tensor, Tensor | None], None]) -> None:
+        self._checked(h)
+        self.check_finite(h)
+        if not self.random_features.adapted:
+            self.random_features.adapt(h)
+        phi = self.features(h)
+        unit = self.curvature == "unit"
+        rows = min(1, h.shape[0]) if unit and logits is None else h.shape[0]
+        if logits is None:  # unit weights need none: with many classes they would cost more than all the rest
+            logits = self._mean(h[:rows], phi[:rows])
+        if logits.shape != (rows, self.out_features):
+            raise ValueError(f"logits must have shape ({rows}, {self.out_features}), got {tuple(logits.shape)}.")
+        weights = None
+        if not unit:
+            weights = curvature_weights(
+                logits, likelihood=self.likelihood, covariance=self.covariance, curvature=self.curvature
+            )
+        self.check_finite(phi, *([] if weights is None else [weights]))
+        add(phi, weights)
+        self._uncalibrate()
+
+    def check_finite(self, *tensors: Tensor, before: int = 0) -> None:
+        """Name the rows that hold NaN or infinity; `before` examples of the loader came in earlier batches."""
+        finite = torch.stack([torch.isfinite(t).all(dim=-1) for t in tensors]).all(0)
+        if not bool(finite.all()):
+            rows = (~finite).nonzero().flatten().tolist()
+            where = f", which are examples {[before + row for row in rows[:5]]} of the loader" if before else ""
+            raise ValueError(
+                f"Hidden features must be finite, got NaN or infinity in {len(rows)} of {len(finite)} rows "
+                f"(first: {rows[:5]}){where}. Nothing of this batch was added; look at the inputs or the backbone."
+            )
+
+    def _checked(self, h: Tensor) -> Tensor:
+        if h.dim() != 2 or h.shape[1] != self.in_features:
+            raise ValueError(
+                f"GaussianProcessHead expects hidden features of shape (batch, {self.in_features}), "
+                f"got {tuple(h.shape)}. Does the backbone pool and flatten its output? Has the input a batch dimension?"
+            )
+        return h
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "GaussianProcessHead":
+        names = (*SCALARS, "reference")
+        exact = {name: getattr(self, name) for name in names}
+        super()._apply(fn, recurse)
+        for name, value in exact.items():
+            setattr(self, name, value.to(getattr(self, name).device))
+        return self
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        saved = state_dict.get(prefix + "reference")
+        if saved is not None and saved.dim() == 1:
+            self.reference = self.reference.new_zeros(saved.shape)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def extra_repr(self) -> str:
+        return (
+            f"{self.in_features}, {self.out_features}, likelihood={self.likelihood!r}, "
+            f"covariance={self.covariance!r}, curvature={self.curvature!r}, ridge={float(self.ridge):g}"
+        )

@@ -1,0 +1,156 @@
+"""Make anybody's network distance-aware: bound its hidden layers, put a Gaussian process where its last Linear was.
+
+`sngp` and `attach` copy the network, find its output layer, and put a `GaussianProcessHead` in its place, so that
+calling the model goes through the network's own `forward`, whatever that takes and returns.
+"""
+
+import copy
+import fnmatch
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from afield.bounds.spectral import BOUNDABLE, bound, boundable
+from afield.gp.head import GaussianProcessHead
+from afield.model.layers import layers_of, replace_layer, type_name
+from afield.model.sngp_model import SNGP
+
+BoundRules = float | Mapping[str | type[nn.Module], float | None] | None
+_BATCH_NORM = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+
+
+def sngp(
+    net: nn.Module, bound: BoundRules = 0.95, *, output: str | None = None, freeze: bool = False, **head: Any
+) -> SNGP:
+    """A copy of `net` with bounded hidden layers and a Gaussian-process output layer; `net` is not touched.
+
+    bound    a number for every Linear, convolution and attention projection; None for no bounds; or a mapping from
+             layer types and name patterns to numbers or None, such as {nn.Conv2d: 6.0, "fc*": 0.95}. A name pattern
+             goes before a type, an earlier entry before a later one, and a layer without an entry stays unbounded.
+             BatchNorm's scale is bounded only where the mapping says so.
+    output   the name of the Linear that makes the logits; found by itself when it is the last one registered
+    freeze   train only the output weights, for `afield.fit_head` on a trained network
+    head     options of `GaussianProcessHead`; `out_features` defaults to the old layer's
+
+    A converted model comes back as a copy of itself.
+    """
+    settings = {"bound": _bound_settings(bound), "output": output, "freeze": freeze, "head": _plain_options(head)}
+    if isinstance(net, SNGP):
+        return _again(net, "sngp", settings, {"bound": 0.95, "output": None, "freeze": False, "head": {}})
+    net, output, old = _copied(net, output)
+    out_features = head.pop("out_features", old.out_features)
+    new = GaussianProcessHead(old.in_features, out_features, **head)
+    reasons = bound_layers(net, bound, skip=output)
+    if freeze:
+        net.requires_grad_(False)
+    net = replace_layer(net, output, new.to(old.weight))
+    return SNGP(net, output, kind="sngp", settings=settings, reasons=reasons)
+
+
+def attach(net: nn.Module, *, output: str | None = None, **head: Any) -> SNGP:
+    """A copy of a trained `net` that keeps its predictions and gains a variance over its last hidden layer.
+
+    The dense output layer stays the posterior mean, so the most probable class never changes. Hidden units are
+    standardised and the length scale taken from the training data, both by `afield.fit_posterior`. Nothing trains:
+    every parameter is frozen.
+    """
+    settings = {"output": output, "head": _plain_options(head)}
+    if isinstance(net, SNGP):
+        return _again(net, "attach", settings, {"output": None, "head": {}})
+    if head.get("covariance", "shared") != "shared":
+        raise ValueError('attach keeps the most probable class, which needs covariance="shared".')
+    net, output, old = _copied(net, output)
+    options = {"normalize_input": "standardize", **head}
+    if "likelihood" not in options and old.out_features == 1:
+        options["likelihood"] = "bernoulli"
+    new = GaussianProcessHead(old.in_features, old.out_features, mean=old, **options)
+    net = replace_layer(net, output, new.to(old.weight)).requires_grad_(False)
+    return SNGP(net, output, kind="attach", settings=settings, reasons={})
+
+
+def _again(model: SNGP, kind: str, asked: dict[str, Any], default: dict[str, Any]) -> SNGP:
+    """A copy of a converted model, unless something else is asked for than it was made with."""
+    if model.kind != kind or asked not in (default, model.settings):
+        raise ValueError(
+            f"This model was converted by afield.{model.kind} already; convert the original network again to change "
+            f"it (made with {model.settings}, asked for {asked})."
+        )
+    return copy.deepcopy(model)
+
+
+def _copied(net: nn.Module, output: str | None) -> tuple[nn.Module, str, nn.Linear]:
+    linears = {name: m for name, m in net.named_modules() if isinstance(m, nn.Linear)}
+    inside = {f"{name}.out_proj".lstrip(".") for name, m in net.named_modules() if isinstance(m, nn.MultiheadAttention)}
+    body = getattr(net, "base_model", net)  # Hugging Face: a few networks register their classifier before the body
+    if isinstance(body, nn.Module) and body is not net:
+        within = set(map(id, body.modules()))
+        inside |= {name for name, m in linears.items() if id(m) in within}
+    if output is None:
+        candidates = [name for name in linears if name not in inside]
+        if not candidates:
+            raise ValueError(f"{type(net).__name__} has no Linear layer to replace: the output must be a Linear.")
+        output = candidates[-1]
+    elif output not in linears:
+        raise ValueError(f"output={output!r} is not a Linear of this network. Its Linear layers: {', '.join(linears)}.")
+    net = copy.deepcopy(net)
+    layer = net.get_submodule(output)
+    assert isinstance(layer, nn.Linear)
+    return net, output, layer
+
+
+def bound_layers(net: nn.Module, rules: BoundRules, skip: str) -> dict[str, str]:
+    """Bound what the rules say; for every other layer, the reason why not."""
+    reasons: dict[str, str] = {}
+    unused = set(rules) if isinstance(rules, Mapping) else set()
+    for name, layer in layers_of(net):
+        if name == skip:
+            continue
+        c, key = _bound_for(name, layer, rules)
+        unused.discard(key)
+        if not isinstance(layer, BOUNDABLE):
+            reasons[name] = f"not bounded: no bound is defined for {type_name(layer)}"
+        elif c is None:
+            on_request = isinstance(layer, _BATCH_NORM) and not isinstance(rules, Mapping) and rules is not None
+            reasons[name] = (
+                "not bounded: its scale is bounded on request" if on_request else "not bounded: by the rules"
+            )
+        elif not boundable(layer):
+            reasons[name] = "not bounded: it has no scale or no running statistics"
+        elif _computes_its_own_way(layer):
+            reasons[name] = f"not bounded: {type_name(layer)} computes in its own way, its operator is not known"
+        else:
+            bound(layer, c)
+    if unused:
+        names = ", ".join(repr(k) if isinstance(k, str) else k.__name__ for k in unused)
+        layers = ", ".join(name for name, _ in layers_of(net))
+        raise ValueError(f"bound has entries that match no hidden layer: {names}. The layers are: {layers}.")
+    return reasons
+
+
+def _computes_its_own_way(layer: nn.Module) -> bool:
+    """A subclass that pads or standardises in a forward of its own: the bound would be on another operator."""
+    known = next(kind for kind in type(layer).__mro__ if kind in BOUNDABLE)
+    return not isinstance(layer, _BATCH_NORM) and type(layer).forward is not known.forward
+
+
+def _bound_for(name: str, layer: nn.Module, rules: BoundRules) -> tuple[float | None, str | type | None]:
+    if not isinstance(rules, Mapping):
+        return (None if isinstance(layer, _BATCH_NORM) else rules), None
+    for key, c in rules.items():
+        if isinstance(key, str) and fnmatch.fnmatchcase(name, key):
+            return c, key
+    for key, c in rules.items():
+        if isinstance(key, type) and isinstance(layer, key):
+            return c, key
+    return None, None
+
+
+def _bound_settings(rules: BoundRules) -> Any:
+    if not isinstance(rules, Mapping):
+        return rules
+    return [[key if isinstance(key, str) else {"type": key.__name__}, c] for key, c in rules.items()]
+
+
+def _plain_options(head: dict[str, Any]) -> dict[str, Any]:
+    return {k: v for k, v in head.items() if k != "generator"}

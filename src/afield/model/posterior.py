@@ -1,0 +1,147 @@
+"""Fit the posterior in one pass over the training data, exactly, on one process or many.
+
+The sum of a sharded pass is the sum of the shards: each rank adds up its own examples from zero, the sums are
+reduced once, the ridge enters once at factorisation. Each example must be seen exactly once, so under
+torch.distributed the pass shards a map-style data set itself: DistributedSampler pads by repeating.
+"""
+
+import warnings
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
+
+from afield.errors import NotFitted
+from afield.gp.head import GaussianProcessHead
+from afield.gp.low_rank import LowRank
+from afield.gp.precision import Precision
+from afield.model.evaluating import evaluating
+from afield.model.hidden import Hidden, adapt, check_target
+from afield.model.ranks import several_ranks, shard_loader, share_statistics
+from afield.model.sngp_model import SNGP
+
+
+def fit_posterior(
+    model: SNGP, loader: Iterable[Any], *, fast: bool = False, sharded: bool | None = None, progress: bool | None = None
+) -> int:
+    """Fit the posterior precision by one pass without gradients, in evaluation mode; returns the examples it saw.
+
+    loader    batches of training data, without augmentation; any earlier posterior is forgotten
+    fast      form batch products in the model's dtype: quicker, and two digits poorer
+    sharded   under torch.distributed: whether each rank's loader already yields its own part, every example once.
+              None shards a map-style data set here, whatever its sampler, and refuses what it cannot shard
+    progress  show a progress bar; None shows it on a terminal
+
+    For a gaussian likelihood with targets in the batches, the noise variance is estimated from the residuals.
+    """
+    head = model.head
+    if head.precision.momentum is not None and several_ranks():
+        raise ValueError("Moving averages of several processes do not add up: use momentum=None.")
+    with evaluating(model):
+        head.reset_posterior()
+        if several_ranks():
+            share_statistics(model.net, skip=model.head)
+        try:
+            twice = not head.random_features.adapted
+            _fit(model, Hidden(model, shard_loader(loader, sharded), keep=twice, progress=progress), fast)
+        except BaseException:
+            head.reset_posterior()  # part of the data is worse than none: it would answer as if it were all
+            raise
+    if not (sharded and several_ranks()):  # a rank's own part says nothing about the whole
+        _warn_if_incomplete(loader, head.num_observed)
+    return head.num_observed
+
+
+def _fit(model: SNGP, examples: "Hidden", fast: bool) -> None:
+    head = model.head
+    if not head.random_features.adapted:
+        adapt(model, examples)
+    residuals = torch.zeros(2, dtype=torch.float64)
+    for h, target in examples:
+        head.observe(h, fast=fast)
+        if head.likelihood == "gaussian" and target is not None:
+            error = check_target(target, head) - head(h).double()
+            residuals += torch.tensor([float(error.square().sum()), float(error.numel())], dtype=torch.float64)
+    residuals = _reduce(head.precision, residuals)
+    if not head.num_observed:
+        raise ValueError("fit_posterior got an empty loader: there is nothing to fit the posterior to.")
+    if residuals[1]:
+        gram = head.precision.data[0]
+        head.set_scalars(noise=noise_variance(head, gram, float(residuals[0]), int(residuals[1])))
+    head.precision.factor(float(head.ridge), float(head.noise))
+
+
+def update(model: SNGP, loader: Iterable[Any], *, progress: bool | None = None) -> int:
+    """Add new examples to a fitted posterior, after deployment, without the old data; returns the total.
+
+    The output weights stay: only the variance learns. p-values are off until `afield.calibrate` runs again.
+    """
+    return _revise(model, loader, model.head.observe, progress)
+
+
+def downdate(model: SNGP, loader: Iterable[Any], *, progress: bool | None = None) -> int:
+    """Remove examples from a fitted posterior, exactly, as if they had never been observed; returns the total.
+
+    The model must be the one that observed them (same weights), because their features and curvature are recomputed.
+    """
+    return _revise(model, loader, model.head.unobserve, progress)
+
+
+def merge(model: SNGP, other: SNGP) -> int:
+    """Add all examples that a copy of the same model has observed, elsewhere, exactly; returns the total.
+
+    Both must map inputs to the same features: copies of one trained model, each fitted on its own part of the data.
+    """
+    mine, theirs = model.head.random_features.state_dict(), other.head.random_features.state_dict()
+    if mine.keys() != theirs.keys() or any(not torch.equal(mine[k], theirs[k].to(mine[k].device)) for k in mine):
+        raise ValueError("Cannot merge posteriors over different random features: fit copies of one model.")
+    model.head.precision.merge(other.head.precision)
+    return model.head.num_observed
+
+
+def _revise(model: SNGP, loader: Iterable[Any], change: Any, progress: bool | None) -> int:
+    if not model.head.precision.fitted:
+        raise NotFitted("The posterior is not fitted: call afield.fit_posterior(model, train_loader) first.")
+    with evaluating(model):
+        for h, _ in Hidden(model, loader, keep=False, progress=progress):
+            change(h)
+    return model.head.num_observed
+
+
+def noise_variance(head: GaussianProcessHead, gram: Tensor, squares: float, count: int) -> float:
+    """The noise variance s^2 = RSS / (n - effective parameters), at its fixed point (MacKay's evidence update).
+
+    Weights trained on these examples fit part of the noise: trace((G + r s^2 I)^-1 G) directions' worth of it.
+    """
+    values = torch.linalg.eigvalsh(gram).clamp_min(0)
+    rows, noise = count / head.out_features, squares / count
+    for _ in range(100):
+        used = 0.0 if head.mean is not None else float((values / (values + float(head.ridge) * noise)).sum())
+        before, noise = noise, max(squares / head.out_features / max(rows - used, 1.0), 1e-12)
+        if abs(noise / before - 1) < 1e-12:
+            break
+    return noise
+
+
+def _reduce(precision: Precision | LowRank, residuals: Tensor) -> Tensor:
+    """Sum over the ranks, once; a rank without examples adds zeros."""
+    residuals = residuals.to(precision.count.device)
+    if several_ranks():
+        precision.all_reduce()
+        dist.all_reduce(residuals)
+    return residuals
+
+
+def _warn_if_incomplete(loader: Iterable[Any], seen: int) -> None:
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        return
+    expected = len(loader.dataset)  # type: ignore[arg-type]
+    if seen != expected:
+        warnings.warn(
+            f"The posterior saw {seen} examples, the data set has {expected}. Use a loader with drop_last=False and "
+            "without a resampling sampler, so that every example counts once.",
+            stacklevel=3,
+        )

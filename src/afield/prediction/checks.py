@@ -1,0 +1,30 @@
+"""Checks that scores, metrics and policies share: features and class labels of the right shape, or an error."""
+
+import torch
+from torch import Tensor
+
+
+def check_features(features: Tensor, num_features: int) -> Tensor:
+    """Features (N, d), finite, or an error."""
+    if features.dim() != 2 or features.shape[1] != num_features:
+        raise ValueError(f"Expected features of shape (batch, {num_features}), got {tuple(features.shape)}.")
+    if not bool(torch.isfinite(features).all()):
+        raise ValueError("Features must be finite, got NaN or infinity.")
+    return features.detach()
+
+
+def check_labels(target: Tensor, num_examples: int, num_classes: int) -> Tensor:
+    """Class indices (N,) from 0 to K - 1, or an error."""
+    target = target.reshape(-1) if target.dim() == 2 and target.shape[1] == 1 else target
+    whole = target.long()
+    if target.shape != (num_examples,) or bool((whole != target).any()):
+        raise ValueError(
+            f"Expected class targets, whole numbers of shape ({num_examples},), got {target.dtype} "
+            f"{tuple(target.shape)}."
+        )
+    if num_examples and not (int(whole.min()) >= 0 and int(whole.max()) < num_classes):
+        raise ValueError(
+            f"There are {num_classes} classes (0 to {num_classes - 1}), the targets run from {int(whole.min())} to "
+            f"{int(whole.max())}. Are labels numbered from 1?"
+        )
+    return whole

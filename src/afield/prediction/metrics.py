@@ -1,0 +1,259 @@
+"""Metrics of a `Prediction` against targets, and of scores in-domain against OOD.
+
+Classes (METRICS), with p_i the probabilities of example i, c_i the largest of them, N examples:
+
+accuracy           fraction of right classes
+nll                mean -log p_i(y_i)
+brier              mean sum_k (p_ik - [y_i = k])^2, between 0 and 2
+ece                sum over 15 equal bins of c of |sum in the bin of (right - c)| / N
+adaptive_ece       the same over 15 bins with the same number of examples
+classwise_ece      the same over 15 equal bins of p_k against [y = k], averaged over the classes
+aurc               area under the risk-coverage curve: the mean, over coverages, of the error rate of the most confident
+coverage_at_risk   the largest part of the examples, most confident first, with at most 1% errors
+
+Numbers (REGRESSION_METRICS), for a gaussian with mean m and standard deviation s, noise included, z = (y - m) / s:
+
+rmse               sqrt(mean (y - m)^2)
+nll                mean -log N(y; m, s^2), summed over the outputs
+crps               mean s (z (2 Phi(z) - 1) + 2 phi(z) - 1 / sqrt(pi)): the integral of (F(t) - [t >= y])^2
+interval_coverage  fraction of targets inside the central 95% interval
+
+Scores (OOD_METRICS); the positive class is OOD, as in the authors' code, and a higher score says OOD:
+
+auroc              P(score of an OOD example > score of an in-domain one), ties half
+aupr               average precision: sum over thresholds of precision times the gain in recall
+aupr_in            the same with in-domain positive and the scores negated
+fpr95              fraction of in-domain examples flagged at the strictest threshold that flags 95% of the OOD ones
+
+They are written out in torch, not taken from torchmetrics or scikit-learn: `import afield` stays light, they run on
+the device of the prediction in float64, and each fits on a few lines. The tests check each against scikit-learn,
+scipy or a definition. No metric depends on the order of the examples.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+from afield.prediction.checks import check_labels
+from afield.prediction.prediction import Prediction
+from afield.prediction.risk_coverage import RiskCoverage, risk_coverage
+from afield.prediction.scores import max_probability
+from afield.registry import Registry
+
+NUM_BINS = 15
+
+Metric = Callable[[Prediction, Tensor], float]
+
+
+def accuracy(prediction: Prediction, target: Tensor) -> float:
+    _, right = _confidence(prediction, target)
+    return float(right.mean())
+
+
+def nll(prediction: Prediction, target: Tensor) -> float:
+    probs, target = _classes(prediction, target)
+    p = probs.gather(1, target[:, None])
+    return float(-p.clamp_min(torch.finfo(torch.float32).tiny).log().mean())
+
+
+def brier(prediction: Prediction, target: Tensor) -> float:
+    probs, target = _classes(prediction, target)
+    truth = torch.zeros_like(probs).scatter_(1, target[:, None], 1.0)
+    return float((probs - truth).square().sum(1).mean())
+
+
+def ece(prediction: Prediction, target: Tensor) -> float:
+    return _calibration_error(*_confidence(prediction, target))
+
+
+def adaptive_ece(prediction: Prediction, target: Tensor) -> float:
+    confidence, right = _confidence(prediction, target)
+    # Equal confidences share their gaps, so that an edge between two bins may cut them anywhere.
+    values, group, size = confidence.unique(return_inverse=True, return_counts=True)
+    gap = torch.zeros_like(values).index_add_(0, group, right - confidence) / size
+    bins = gap.repeat_interleave(size).tensor_split(NUM_BINS)
+    return float(torch.stack([b.sum().abs() for b in bins]).sum() / confidence.numel())
+
+
+def classwise_ece(prediction: Prediction, target: Tensor) -> float:
+    probs, target = _classes(prediction, target)
+    errors = [_calibration_error(p, (target == k).double()) for k, p in enumerate(probs.unbind(1))]
+    return sum(errors) / len(errors)
+
+
+def aurc(prediction: Prediction, target: Tensor) -> float:
+    return _risk_coverage(prediction, target).area
+
+
+def coverage_at_risk(prediction: Prediction, target: Tensor, risk: float = 0.01) -> float:
+    return _risk_coverage(prediction, target).coverage_at(risk)
+
+
+METRICS: Registry[Metric] = Registry(
+    "metric",
+    accuracy=accuracy,
+    nll=nll,
+    brier=brier,
+    ece=ece,
+    adaptive_ece=adaptive_ece,
+    classwise_ece=classwise_ece,
+    aurc=aurc,
+    coverage_at_risk=coverage_at_risk,
+)
+
+
+def rmse(prediction: Prediction, target: Tensor) -> float:
+    return math.sqrt(float((_numbers(prediction, target) - prediction.mean.double()).square().mean()))
+
+
+def gaussian_nll(prediction: Prediction, target: Tensor) -> float:
+    z, std = _standardize(prediction, target)
+    return float((0.5 * z.square() + std.log() + 0.5 * math.log(2 * math.pi)).sum(1).mean())
+
+
+def crps(prediction: Prediction, target: Tensor) -> float:
+    z, std = _standardize(prediction, target)
+    density = torch.exp(-0.5 * z.square()) / math.sqrt(2 * math.pi)
+    # 2 Phi(z) - 1 = erf(z / sqrt(2))
+    return float((std * (z * torch.erf(z / math.sqrt(2)) + 2 * density - 1 / math.sqrt(math.pi))).mean())
+
+
+def interval_coverage(prediction: Prediction, target: Tensor, level: float = 0.95) -> float:
+    z, _ = _standardize(prediction, target)
+    if not 0 < level < 1:
+        raise ValueError(f"level must lie strictly between 0 and 1, got {level}.")
+    half = torch.special.ndtri(torch.tensor(0.5 + level / 2, dtype=torch.float64))
+    return float((z.abs() <= float(half)).double().mean())
+
+
+REGRESSION_METRICS: Registry[Metric] = Registry(
+    "regression metric", rmse=rmse, nll=gaussian_nll, crps=crps, interval_coverage=interval_coverage
+)
+
+
+def auroc(in_domain: Tensor, ood: Tensor) -> float:
+    """The Mann-Whitney statistic of scores (n,) and (m,)."""
+    in_domain, ood = _sides(in_domain, ood)
+    below = torch.searchsorted(in_domain, ood, right=False)
+    upto = torch.searchsorted(in_domain, ood, right=True)
+    return float((below + upto).double().mean() / (2 * in_domain.numel()))
+
+
+def aupr(in_domain: Tensor, ood: Tensor) -> float:
+    in_domain, ood = _sides(in_domain, ood)
+    false, true = _flagged(in_domain, ood)
+    recall = true.double() / ood.numel()
+    return float((recall.diff(prepend=recall.new_zeros(1)) * true / (true + false)).sum())
+
+
+def aupr_in(in_domain: Tensor, ood: Tensor) -> float:
+    return aupr(-ood, -in_domain)
+
+
+def fpr95(in_domain: Tensor, ood: Tensor) -> float:
+    in_domain, ood = _sides(in_domain, ood)
+    false, true = _flagged(in_domain, ood)
+    enough = 20 * true >= 19 * ood.numel()  # in whole numbers: 0.95 has no exact float
+    return int(false[enough][0]) / in_domain.numel()
+
+
+OOD_METRICS: Registry[Callable[[Tensor, Tensor], float]] = Registry(
+    "OOD metric", auroc=auroc, aupr=aupr, aupr_in=aupr_in, fpr95=fpr95
+)
+
+HIGHER_IS_BETTER: Mapping[str, bool | None] = MappingProxyType(
+    {
+        **dict.fromkeys(("accuracy", "coverage_at_risk", "auroc", "aupr", "aupr_in"), True),
+        **dict.fromkeys(("nll", "brier", "ece", "adaptive_ece", "classwise_ece", "aurc"), False),
+        **dict.fromkeys(("rmse", "crps", "fpr95"), False),
+        "interval_coverage": None,
+    }
+)
+"""For the names of all three registries; None where the best value is neither: a coverage is best at its level."""
+
+
+def _classes(prediction: Prediction, target: Tensor) -> tuple[Tensor, Tensor]:
+    """Probabilities (N, C) in float64 and class indices (N,), or an error."""
+    probs = prediction.probs
+    if probs is None:
+        raise ValueError(
+            f"This metric needs probs, which the {prediction.likelihood} prediction lacks. "
+            "See REGRESSION_METRICS for predictions of numbers."
+        )
+    if not len(prediction):
+        raise ValueError("Metrics expect at least one example, got none.")
+    if not bool(torch.isfinite(probs).all()):
+        raise ValueError("Probabilities must be finite, got NaN or infinity. Has the training diverged?")
+    return probs.detach().double(), check_labels(target, *probs.shape).to(probs.device)
+
+
+def _confidence(prediction: Prediction, target: Tensor) -> tuple[Tensor, Tensor]:
+    """The largest probability (N,), and 1.0 where its class is right (N,)."""
+    probs, target = _classes(prediction, target)
+    return probs.amax(1), (prediction.labels == target).double()
+
+
+def _calibration_error(confidence: Tensor, right: Tensor) -> float:
+    # Bins (i / 15, (i + 1) / 15]: a confidence of exactly 1 counts, in the last one.
+    bins = (confidence * NUM_BINS).ceil().long().clamp(1, NUM_BINS) - 1
+    gap = confidence.new_zeros(NUM_BINS).index_add_(0, bins, right - confidence)
+    return float(gap.abs().sum() / confidence.numel())
+
+
+def _risk_coverage(prediction: Prediction, target: Tensor) -> RiskCoverage:
+    """By 1 - confidence; among ties errors come first, so that the curve does not depend on the order of examples."""
+    _, target = _classes(prediction, target)
+    doubt = max_probability(prediction)
+    right = prediction.labels == target
+    errors_first = right.long().argsort(stable=True)
+    return risk_coverage(doubt[errors_first], right[errors_first])
+
+
+def _numbers(prediction: Prediction, target: Tensor) -> Tensor:
+    """Targets (N, K) in float64 for a gaussian prediction, or an error."""
+    if prediction.likelihood != "gaussian":
+        raise ValueError(f"This metric expects a gaussian prediction, got a {prediction.likelihood} one. See METRICS.")
+    if not len(prediction):
+        raise ValueError("Metrics expect at least one example, got none.")
+    shape = tuple(prediction.logits.shape)
+    if target.shape != shape and not (shape[1] == 1 and target.shape == shape[:1]):
+        raise ValueError(f"Expected targets of shape {shape}, got {tuple(target.shape)}.")
+    target = target.to(prediction.logits.device).double().reshape(shape)
+    if not bool(torch.isfinite(target).all() and torch.isfinite(prediction.logits).all()):
+        raise ValueError("Targets and means must be finite, got NaN or infinity.")
+    return target
+
+
+def _standardize(prediction: Prediction, target: Tensor) -> tuple[Tensor, Tensor]:
+    """z = (y - m) / s and s, both (N, K) in float64."""
+    target = _numbers(prediction, target)
+    for field in ("variance", "noise"):
+        if getattr(prediction, field) is None:
+            raise ValueError(f"This metric needs {field}, which the prediction lacks. rmse needs neither.")
+    prediction = prediction.to(torch.float64)
+    if not bool((prediction.std > 0).all()):
+        raise ValueError("Standard deviations must be positive: variance and noise are both zero somewhere, or NaN.")
+    return (target - prediction.mean) / prediction.std, prediction.std
+
+
+def _sides(in_domain: Tensor, ood: Tensor) -> tuple[Tensor, Tensor]:
+    """Both scores in float64, sorted, or an error."""
+    if in_domain.dim() != 1 or ood.dim() != 1:
+        raise ValueError(
+            f"Expected scores of shape (n,) and (m,), got {tuple(in_domain.shape)} and {tuple(ood.shape)}."
+        )
+    if not in_domain.numel() or not ood.numel():
+        raise ValueError(f"Expected scores on both sides, got {in_domain.numel()} in-domain and {ood.numel()} OOD.")
+    if bool(in_domain.isnan().any() or ood.isnan().any()):
+        raise ValueError("Scores must be numbers, got NaN.")
+    return in_domain.detach().to(ood.device).double().sort().values, ood.detach().double().sort().values
+
+
+def _flagged(in_domain: Tensor, ood: Tensor) -> tuple[Tensor, Tensor]:
+    """How many of each side (T,) score at least t, for every threshold t from the highest score down."""
+    thresholds = torch.cat([in_domain, ood]).unique().flip(0)
+    below = torch.searchsorted(in_domain, thresholds), torch.searchsorted(ood, thresholds)
+    return in_domain.numel() - below[0], ood.numel() - below[1]

@@ -1,0 +1,159 @@
+"""`Prediction`: what every method returns and every score, metric, plot, export and server consumes."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from afield.prediction.predictive import per_output, poisson_rate, shrink
+
+
+@dataclass(frozen=True, eq=False)
+class Prediction:
+    """What a model says about N inputs; tensors have the batch first.
+
+    logits    (N, K)     posterior mean (of the log rate for poisson, of the target for gaussian)
+    variance  (N,)       posterior variance shared by all outputs, (N, K) one per class, or None
+    probs     (N, C)     class probabilities, or None for gaussian and poisson; one bernoulli logit gives C = 2
+    members   (M, N, C)  probabilities of ensemble members or of samples, or None
+    features  (N, d)     hidden vectors, or None
+    p_value   (N,)       conformal p-value of "this is in-domain", or None until calibrated
+    noise                variance of the observation noise (gaussian), or None
+    finest               the smallest p-value there can be, 1 / (held-out examples + 1); None until calibrated
+    """
+
+    logits: Tensor
+    variance: Tensor | None = None
+    probs: Tensor | None = None
+    members: Tensor | None = None
+    features: Tensor | None = None
+    p_value: Tensor | None = None
+    noise: float | None = None
+    finest: float | None = None
+    likelihood: str = "categorical"
+
+    def __len__(self) -> int:
+        return self.logits.shape[0]
+
+    def __getitem__(self, index: Any) -> "Prediction":
+        """Select examples: an integer keeps the batch dimension."""
+        if isinstance(index, int | np.integer) or (isinstance(index, Tensor) and index.dim() == 0):
+            index = int(index)
+            if not -len(self) <= index < len(self):
+                raise IndexError(f"index {index} out of range for {len(self)} examples")
+            index = slice(index, index + 1 or None)
+        return self._map(lambda t: t[index], lambda t: t[:, index])
+
+    def to(self, *args: Any, **kwargs: Any) -> "Prediction":
+        return self._map(lambda t: t.to(*args, **kwargs))
+
+    def numpy(self) -> dict[str, np.ndarray]:
+        """The tensors that are there, by name, as arrays."""
+        return {
+            name: (t.float() if t.dtype == torch.bfloat16 else t).detach().cpu().numpy()
+            for name, t in self._tensors().items()
+        }
+
+    @staticmethod
+    def cat(predictions: Sequence["Prediction"]) -> "Prediction":
+        """Join batches in order."""
+        if not predictions:
+            raise ValueError("Prediction.cat expects at least one prediction, got none.")
+        parts = [p._tensors() for p in predictions]
+        if any(p.keys() != parts[0].keys() for p in parts):
+            raise ValueError(f"Cannot join predictions with different fields: {[sorted(p) for p in parts]}.")
+        kinds = {(p.likelihood, p.noise, p.finest) for p in predictions}
+        if len(kinds) > 1:
+            raise ValueError(
+                f"Cannot join predictions of different (likelihood, noise, finest): {sorted(map(str, kinds))}."
+            )
+        joined = {n: torch.cat([p[n] for p in parts], dim=1 if n == "members" else 0) for n in parts[0]}
+        return dataclasses.replace(predictions[0], **joined)  # type: ignore[arg-type]
+
+    @property
+    def labels(self) -> Tensor:
+        """The most probable class (N,); read off the logits where shrinkage cannot change it, but may round to ties."""
+        probs = self._need("probs", "class labels")
+        shared = self.variance is None or self.variance.dim() == 1
+        if self.members is None and shared and self.logits.shape == probs.shape:
+            return self.logits.argmax(-1)
+        return probs.argmax(-1)
+
+    @property
+    def confidence(self) -> Tensor:
+        """The largest class probability (N,)."""
+        return self._need("probs", "a confidence").amax(-1)
+
+    @property
+    def mean(self) -> Tensor:
+        """The expected target (N, K): the mean for gaussian, exp(m + v / 2) for poisson."""
+        if self.likelihood == "gaussian":
+            return self.logits
+        if self.likelihood == "poisson":
+            return poisson_rate(self.logits, self._need("variance", "a mean rate"))
+        raise ValueError(f"A {self.likelihood} prediction has class probabilities (probs), not a mean.")
+
+    @property
+    def std(self) -> Tensor:
+        """Standard deviation of the target (N, K): epistemic and observation noise together."""
+        variance = per_output(self._need("variance", "a standard deviation"), self.logits)
+        if self.likelihood == "gaussian":
+            return (variance + (self.noise or 0.0)).sqrt()
+        if self.likelihood == "poisson":  # the variance of a Poisson with a log-normal rate
+            return (self.mean + self.mean**2 * torch.expm1(variance)).sqrt()
+        raise ValueError(f"A {self.likelihood} prediction has class probabilities (probs), not a std.")
+
+    def interval(self, level: float = 0.95) -> tuple[Tensor, Tensor]:
+        """The central interval of a gaussian prediction that holds the target with probability `level`."""
+        if self.likelihood != "gaussian":
+            raise ValueError(f"interval expects a gaussian prediction, got a {self.likelihood} one.")
+        if not 0 < level < 1:
+            raise ValueError(f"level must lie strictly between 0 and 1, got {level}.")
+        half = self.std * float(torch.special.ndtri(torch.tensor(0.5 + level / 2, dtype=torch.float64)))
+        return self.mean - half, self.mean + half
+
+    def accept(self, alpha: float = 0.01) -> Tensor:
+        """True (N,) where the input passes as in-domain; in-domain inputs fail at a rate of at most alpha."""
+        if not 0 < alpha < 1:
+            raise ValueError(f"alpha must lie strictly between 0 and 1, got {alpha}.")
+        p_value = self._need("p_value", "accept", "Call afield.calibrate(model, held_out_loader) first, and again "
+                             "after any change of the posterior.")  # fmt: skip
+        if self.finest is not None and alpha < self.finest:
+            raise ValueError(
+                f"alpha = {alpha:g} is finer than the held-out data can tell: the smallest p-value is "
+                f"{self.finest:g}, so nothing would ever be rejected. Calibrate on at least "
+                f"{math.ceil(1 / alpha) - 1} reference examples, or use a larger alpha."
+            )
+        return p_value > alpha
+
+    def score(self, name: str | None = None) -> Tensor:
+        """How far (N,) from the training data: higher is further. Names: `afield.scores.SCORES`.
+
+        The default, on which p-values rest, is dempster_shafer for classes and variance otherwise.
+        """
+        from afield.prediction.scores import SCORES  # scores read a Prediction, so they cannot be imported before it
+
+        return SCORES[name or ("variance" if self.probs is None else "dempster_shafer")](self)
+
+    def adjusted_logits(self) -> Tensor:
+        """The logits after mean-field shrinkage, m / sqrt(1 + pi/8 v): what the default probabilities are made of."""
+        return self.logits if self.variance is None else shrink(self.logits, self.variance)
+
+    def _tensors(self) -> dict[str, Tensor]:
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        return {name: value for name, value in values.items() if isinstance(value, Tensor)}
+
+    def _map(self, fn: Callable[[Tensor], Tensor], members: Callable[[Tensor], Tensor] | None = None) -> "Prediction":
+        new = {n: (members or fn)(t) if n == "members" else fn(t) for n, t in self._tensors().items()}
+        return dataclasses.replace(self, **new)  # type: ignore[arg-type]
+
+    def _need(self, field: str, what: str, advice: str = "") -> Tensor:
+        value = getattr(self, field)
+        if value is None:
+            raise ValueError(f"{what} needs {field}, which this {self.likelihood} prediction lacks. {advice}".rstrip())
+        return value

@@ -1,0 +1,56 @@
+"""Settings: how a model is built and trained, as one value. Flags, TOML keys and docs/settings.md follow from it."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a model is built and trained. Every field is a flag, a TOML key and a row of docs/settings.md."""
+
+    epochs: int = 100
+    """Passes over the training data."""
+    batch_size: int = 128
+    """Examples in a training step."""
+    learning_rate: float = 1e-3
+    """At its highest."""
+    head_learning_rate: float | None = None
+    """Of the output layer alone; None: as the rest."""
+    optimizer: Literal["adam", "adamw", "sgd"] = "adam"
+    """sgd has Nesterov momentum 0.9."""
+    weight_decay: float = 0.0
+    """L2 penalty; decoupled for adamw. Random features and biases have none."""
+    head_weight_decay: float | None = None
+    """Of the output layer alone; None: as the rest. What the prior asks for is ridge / number of examples."""
+    schedule: Literal["cosine", "linear", "steps", "constant"] = "cosine"
+    """How the learning rate falls; steps: times 0.2 at 30%, 60% and 80%."""
+    warmup: float = 0.0
+    """Part of the training in which the learning rate rises from zero."""
+    word_dropout: float = 0.0
+    """Part of the words of a training sentence that are left out, anew each time; for tasks of text."""
+    frozen: tuple[str, ...] = ()
+    """Names of parameters that are not trained, * and ? allowed."""
+    precision: Literal["float32", "bfloat16"] = "float32"
+    """Of the products in training; weights, posterior and predictions stay in float32."""
+    likelihood: Literal["categorical", "bernoulli", "gaussian", "poisson"] = "categorical"
+    """Of the targets."""
+    bound: float | None = 0.95
+    """Largest spectral norm of a hidden layer, for methods that bound it; None: none."""
+    bounded: tuple[str, ...] = ()
+    """Names of the backbone's layers that are bounded, * and ? allowed; none given: all of them."""
+    num_random_features: int = 1024
+    """Of the Gaussian process."""
+    length_scale: float | None = None
+    """Of its kernel; None: from the first training batch."""
+    ridge: float = 1.0
+    """Prior precision of its output weights."""
+    amplitude: float | None = None
+    """Of its variance; None: calibrated on validation data."""
+    covariance: Literal["shared", "per_class"] = "shared"
+    """One posterior for all outputs, or one for each."""
+    curvature: Literal["auto", "unit", "likelihood"] = "auto"
+    """Weight of an example in the posterior; auto: unit for classes with a shared covariance."""
+    dropout: float | None = None
+    """Rate of the layers that Monte Carlo dropout samples; None: the backbone's own."""
+    members: int = 10
+    """Of an ensemble."""

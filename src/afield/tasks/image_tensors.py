@@ -1,0 +1,103 @@
+"""What image tasks share. Images are stored as bytes (N, C, H, W); backbones make numbers of them.
+
+`AFIELD_OOD` names more OOD sets for every image task: npz files with an array x of bytes (N, H, W[, C]), or folders of
+pictures, separated as in PATH. A set is called what its file is; its images are cut square and scaled to the task's.
+"""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.data import TensorDataset
+
+from afield.backbones.normalize import as_numbers
+from afield.errors import DataMissing
+from afield.tasks.image_files import picture_files, pillow, read_picture
+
+Labelled = tuple[np.ndarray, np.ndarray]
+"""Images (N, H, W[, C]) and labels (N,)."""
+
+
+def to_tensor(images: np.ndarray) -> Tensor:
+    """Bytes (N, H, W[, C]) -> (N, C, H, W)."""
+    if images.dtype != np.uint8:
+        raise ValueError(f"Images are expected as bytes (N, H, W) or (N, H, W, C), got {images.dtype}.")
+    images = images[..., None] if images.ndim == 3 else images
+    return torch.from_numpy(np.array(images.transpose(0, 3, 1, 2), order="C"))  # a copy: bytes of files are read-only
+
+
+def dataset(images: np.ndarray, labels: np.ndarray) -> TensorDataset:
+    return TensorDataset(to_tensor(images), torch.from_numpy(labels.astype(np.int64)))
+
+
+def first_per_class(labels: np.ndarray, count: int) -> np.ndarray:
+    """Indices, in order, of the first `count` examples of every class."""
+    chosen = [np.flatnonzero(labels == label)[:count] for label in np.unique(labels)]
+    return np.sort(np.concatenate(chosen))
+
+
+def cut(images: np.ndarray, labels: np.ndarray, seed: int) -> tuple[TensorDataset, TensorDataset]:
+    """Training and validation data, a tenth of every class."""
+    train, val = rows_of_parts(labels, seed, 0.1)
+    return dataset(images[train], labels[train]), dataset(images[val], labels[val])
+
+
+def rows_of_parts(labels: np.ndarray, seed: int, part: float) -> tuple[np.ndarray, np.ndarray]:
+    """All rows in random order, in two parts: the second has `part` of every class, one at least."""
+    order = np.random.default_rng(seed).permutation(len(labels))
+    rank = np.empty(len(labels))
+    for label in np.unique(labels):
+        rows = order[labels[order] == label]
+        rank[rows] = np.arange(len(rows)) / len(rows)
+    held_out = rank[order] < part
+    return order[~held_out], order[held_out]
+
+
+def crop_and_flip(batch: Any, padding: int = 4) -> tuple[Tensor, Tensor]:
+    """Random crops of the images with black all around, half of them mirrored; numbers in [0, 1] for what follows."""
+    x, y = batch
+    count, channels, height, width = x.shape
+    x = F.pad(x, (padding,) * 4)
+    top, left = torch.randint(2 * padding + 1, (2, count, 1))
+    rows, columns = top + torch.arange(height), left + torch.arange(width)
+    columns = torch.where(torch.rand(count, 1) < 0.5, columns, columns.flip(1))
+    x = x.gather(2, rows[:, None, :, None].expand(-1, channels, -1, x.shape[3]).to(x.device))
+    x = x.gather(3, columns[:, None, None, :].expand(-1, channels, height, -1).to(x.device))
+    return as_numbers(x), y
+
+
+def noise(count: int, shape: Sequence[int], seed: int) -> TensorDataset:
+    """Gaussian noise around grey, a quarter of the range wide."""
+    drawn = np.random.default_rng(seed).normal(127.5, 63.75, size=(count, *shape))
+    return TensorDataset(torch.from_numpy(np.clip(drawn, 0, 255).astype(np.uint8)))
+
+
+def named_ood(channels: int, size: int) -> dict[str, TensorDataset]:
+    """The sets of AFIELD_OOD."""
+    paths = [Path(text) for text in os.environ.get("AFIELD_OOD", "").split(os.pathsep) if text]
+    return {path.stem: TensorDataset(to_tensor(_images_of(path, channels, size))) for path in paths}
+
+
+def _images_of(path: Path, channels: int, size: int) -> np.ndarray:
+    if path.is_dir():
+        files = picture_files(path)
+        if not files:
+            raise DataMissing(f"AFIELD_OOD names {path}, a folder without pictures.")
+        return np.stack([read_picture(file.read_bytes(), size, channels) for file in files])
+    if not path.is_file():
+        raise DataMissing(f"AFIELD_OOD names {path}, which is neither a file nor a folder.")
+    with np.load(path, allow_pickle=False) as file:
+        if "x" not in file.files or file["x"].dtype != np.uint8 or file["x"].ndim not in (3, 4):
+            raise ValueError(f"AFIELD_OOD expects npz files with an array x of bytes (N, H, W[, C]); {path} has none.")
+        images = file["x"]
+    if images.ndim == 3:
+        images = images[..., None].repeat(channels, axis=-1)
+    if images.shape[1:] == (size, size, channels):
+        return images
+    squeezed = images[..., 0] if images.shape[-1] == 1 else images
+    return np.stack([read_picture(pillow().fromarray(image), size, channels) for image in squeezed])

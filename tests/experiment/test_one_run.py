@@ -1,0 +1,431 @@
+"""Experiments: run folders that resume, refuse, and say what was done."""
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from afield.experiment import one_run, run_folder
+from afield.experiment.config import Config
+from afield.experiment.evaluation import fit_scores, judge, scored
+from afield.experiment.many_runs import plan, run_all
+from afield.experiment.one_run import read_log, run
+from afield.experiment.suites import SUITES
+from afield.methods import METHODS
+from afield.methods.ensemble import ensemble
+from afield.prediction.metrics import METRICS, auroc
+from afield.prediction.prediction import Prediction
+from afield.tasks import TASKS
+
+FILES = {"config.toml", "log.jsonl", "metrics.json", "predictions.npz", "model.safetensors", "environment.json"}
+
+
+def config(method: str = "sngp", task: str = "two-moons", **changes: object) -> Config:
+    return Config.of(task, method, preset="smoke", **changes)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> run_folder.Run:
+    return run(config(), tmp_path_factory.mktemp("runs"))
+
+
+def test_run_folder_holds_what_the_design_says(made: run_folder.Run):
+    assert {f.name for f in made.folder.iterdir()} - {".lock"} == FILES
+    assert made.folder.parts[-3:] == ("two-moons", "sngp", "0")
+    assert made.parts == ["val", "test", "ood/far", "grid"]
+    assert {"torch", "python", "machine", "command", "begun", "ended"} <= made.environment.keys()
+    assert made.cost["parameters"] == sum(p.numel() for p in one_run.load(made)[2].parameters())
+    assert made.cost["train_seconds"] > 0 < made.cost["ms_per_example"]
+    assert [line.get("epoch") for line in read_log(made.folder)] == [1, 2, None]
+
+
+def test_metrics_are_those_of_the_predictions(made: run_folder.Run):
+    task = TASKS["two-moons"](0)
+    test, far = made.prediction("test"), made.prediction("ood/far")
+    assert made.metrics["nll/clean"] == pytest.approx(METRICS["nll"](test, task.test.tensors[1]), abs=1e-6)
+    assert made.metrics["auroc/far"] == made.metrics["auroc/far/max_probability"]
+    for score in ("max_probability", "dempster_shafer", "variance"):
+        assert made.metrics[f"auroc/far/{score}"] == pytest.approx(auroc(test.score(score), far.score(score)), abs=1e-6)
+    assert made.metrics["confidence/far"] == pytest.approx(float(far.confidence.mean()), abs=1e-6)
+    assert "auroc/far/relative_mahalanobis" in made.metrics
+    assert "auroc/far/mutual_information" not in made.metrics
+    assert -1 <= made.metrics["spearman/distance"] <= 1
+
+
+def test_loaded_model_predicts_what_was_written(made: run_folder.Run):
+    task, method, model = one_run.load(made)
+    again, written = one_run.predict(method, model, task.test), made.prediction("test")
+    for name in ("logits", "variance", "probs", "p_value"):
+        torch.testing.assert_close(getattr(again, name), getattr(written, name), rtol=0, atol=0)
+    assert (again.finest, again.likelihood) == (written.finest, written.likelihood)
+
+
+def test_hidden_vectors_are_kept_of_rows_over_the_whole_test_set(made: run_folder.Run):
+    task, method, model = one_run.load(made)
+    rows = made.array("test/rows")
+    hidden = one_run.predict(method, model, task.test).features
+    assert hidden is not None
+    assert int(rows[-1]) == len(task.test) - 1
+    torch.testing.assert_close(made.array("test/features").float(), hidden[rows], rtol=2e-3, atol=2e-3)
+
+
+@given(count=st.integers(1, 10_000), most=st.integers(2, 600))
+def test_rows_are_spread_evenly(count: int, most: int):
+    rows = run_folder.spread(count, most)
+    assert len(rows) == min(count, most)
+    assert (int(rows[0]), int(rows[-1])) == (0, count - 1)
+    gaps = set(rows.diff().tolist())
+    assert not gaps or max(gaps) - min(gaps) <= 1
+
+
+def test_config_survives_its_file(made: run_folder.Run):
+    assert Config.from_dict(made.config) == config()
+    odd = config(bound=None, length_scale=0.3, bounded=("a*", 'b"'), amplitude=2.0, head_learning_rate=None, seed=3)
+    assert Config.from_dict(tomllib.loads(run_folder.to_toml(odd.to_dict()))) == odd
+
+
+def test_finished_run_is_read_not_made_again(made: run_folder.Run, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(one_run, "fit", None)
+    out = made.folder.parents[2]
+    before = (made.folder / "metrics.json").stat().st_mtime_ns
+    assert run(config(), out).metrics == made.metrics
+    assert (made.folder / "metrics.json").stat().st_mtime_ns == before
+
+
+def test_other_settings_in_the_same_folder_are_refused(made: run_folder.Run):
+    with pytest.raises(ValueError, match=r"other settings \(ridge = 1\.0 there, 2\.0 now\).*--fresh"):
+        run(config(ridge=2.0), made.folder.parents[2])
+
+
+def test_fresh_replaces(tmp_path: Path):
+    run(config("dnn"), tmp_path)
+    (tmp_path / "two-moons" / "dnn" / "0" / "left-over").mkdir()
+    again = run(config("dnn", learning_rate=0.01), tmp_path, fresh=True)
+    assert again.config["learning_rate"] == 0.01
+    assert {f.name for f in again.folder.iterdir()} - {".lock"} == FILES
+
+
+def test_a_run_stopped_anywhere_ends_as_if_it_had_not_been(made: run_folder.Run, tmp_path: Path, monkeypatch):
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(config(), tmp_path, on_epoch=stop)
+    folder = tmp_path / "two-moons" / "sngp" / "0"
+    assert (folder / "checkpoint.pt").is_file()
+    assert not run_folder.finished(folder)
+    with pytest.raises(ValueError, match=r"is not a finished run: it has no metrics\.json"):
+        run_folder.read(folder)
+    with monkeypatch.context() as patch:
+        patch.setattr(one_run, "judge", stop)
+        with pytest.raises(KeyboardInterrupt):
+            run(config(), tmp_path)
+    assert (folder / "model.safetensors").is_file()
+    monkeypatch.setattr(one_run, "fit", None)  # not needed any more
+    assert run(config(), tmp_path).metrics == pytest.approx(made.metrics, nan_ok=False)
+    assert not (folder / "checkpoint.pt").exists()
+
+
+SCRIPT = """
+import sys, time, torch
+torch.set_num_threads(1)
+from pathlib import Path
+from afield.experiment.config import Config
+from afield.experiment.one_run import run
+def heard(epoch, epochs, loss):
+    print(epoch, flush=True)
+    if epoch >= 2: time.sleep(60)
+run(Config.of("two-moons", "dnn", preset="smoke", epochs=4), Path(sys.argv[1]), on_epoch=heard)
+"""
+
+
+def test_kill_9_loses_at_most_one_epoch_and_the_lock_dies_with_its_process(tmp_path: Path):
+    other = subprocess.Popen([sys.executable, "-c", SCRIPT, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    assert other.stdout is not None
+    assert [other.stdout.readline() for _ in range(2)] == ["1\n", "2\n"]
+    asked = config("dnn", epochs=4)
+    with pytest.raises(run_folder.Busy, match=r"is being written by another process\. Wait for it, stop it, or choose"):
+        run(asked, tmp_path)
+    other.send_signal(signal.SIGKILL)
+    other.wait(timeout=30)
+    other.stdout.close()
+    epochs: list[int] = []
+    resumed = run(asked, tmp_path, on_epoch=lambda epoch, *_: epochs.append(epoch))
+    assert epochs == [3, 4]
+    whole = run(asked, tmp_path / "whole")
+    assert resumed.metrics == whole.metrics
+
+
+def test_damaged_folder_says_so(tmp_path: Path):
+    finished = run(config("dnn"), tmp_path)
+    (finished.folder / "metrics.json").write_text("{")
+    with pytest.raises(ValueError, match=r"is damaged: .*Delete it and run it again"):
+        run_folder.read(finished.folder)
+    with pytest.raises(ValueError, match="There is no folder"):
+        run_folder.find(tmp_path / "nothing")
+
+
+def test_unknown_names_are_answered_with_help():
+    with pytest.raises(ValueError, match=r"Unknown method 'sgnp'\. Did you mean 'sngp'"):
+        Config.of("two-moons", "sgnp")
+    with pytest.raises(ValueError, match="Unknown task"):
+        Config.of("three-moons")
+    with pytest.raises(ValueError, match="Unknown settings: momentum"):
+        Config.of("two-moons", momentum=3)
+
+
+def test_log_cut_short_by_a_kill_is_read(tmp_path: Path):
+    (tmp_path / "log.jsonl").write_text('{"epoch": 1, "seconds": 2}\n{"epoch": 2, "sec')
+    assert read_log(tmp_path) == [{"epoch": 1, "seconds": 2}]
+
+
+def test_regression_run_has_no_classes(tmp_path: Path):
+    finished = run(config("sngp", "toy-regression"), tmp_path)
+    assert "rmse/clean" in finished.metrics
+    assert "accuracy/clean" not in finished.metrics
+    assert finished.metrics["auroc/between"] == finished.metrics["auroc/between/variance"]
+    grid = finished.prediction("grid")
+    assert grid.likelihood == "gaussian"
+    assert grid.std.shape == (701, 1)
+
+
+# Ensembles
+
+
+@pytest.fixture
+def pair(monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setitem(METHODS._entries, "pair", ensemble(METHODS["sngp"], 2))
+    return "pair"
+
+
+def test_ensemble_is_assembled_from_its_members_folders(pair: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    asked = config(pair, seed=1)
+    assert [(m.method, m.seed) for m in asked.members] == [("sngp", 2), ("sngp", 3)]
+    for member in asked.members:
+        run(member, tmp_path)
+    monkeypatch.setattr(one_run, "fit", None)  # never trained again
+    finished = run(asked, tmp_path)
+    made = [one_run.load(run_folder.read(tmp_path / m.folder)) for m in asked.members]
+    task = made[0][0]
+    expected = torch.stack([method.predict(model, task.test.tensors[0]).probs for _, method, model in made]).mean(0)
+    torch.testing.assert_close(finished.prediction("test").probs, expected)
+    assert "auroc/far/mutual_information" in finished.metrics
+    assert finished.cost["parameters"] == 2 * run_folder.read(tmp_path / asked.members[0].folder).cost["parameters"]
+    with pytest.raises(ValueError, match="has no model of its own: load its members, two-moons/sngp/2, two-moons"):
+        one_run.load(finished)
+
+
+@pytest.mark.slow
+def test_ensemble_of_another_size_is_assembled_again(tmp_path: Path):
+    asked = config("sngp-ensemble", "toy-regression", members=2)
+    run(asked, tmp_path)
+    stamp = (tmp_path / asked.members[0].folder / "metrics.json").stat().st_mtime_ns
+    larger = config("sngp-ensemble", "toy-regression", members=3)
+    assert larger.members[:2] == asked.members
+    cost = run(larger, tmp_path).cost
+    assert (tmp_path / asked.members[0].folder / "metrics.json").stat().st_mtime_ns == stamp
+    assert cost["parameters"] == 3 * run_folder.read(tmp_path / asked.members[0].folder).cost["parameters"]
+    with pytest.raises(ValueError, match="holds a run with other settings"):
+        run(config("sngp-ensemble", "toy-regression", members=3, ridge=0.5), tmp_path)
+
+
+def test_a_twin_lends_its_weights_which_are_those_of_a_training_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    asked = config("sngp-dropout", "toy-regression", seed=1)
+    own = run(asked, tmp_path / "own")
+    run(config("sngp", "toy-regression", seed=1), tmp_path / "lent")
+    assert config("sngp-dropout", dropout=0.3).twin is None  # sngp has no such dropout in training
+    assert config("sngp").twin is None
+    monkeypatch.setattr(one_run, "fit", None)  # not trained again
+    lent = run(asked, tmp_path / "lent")
+    assert lent.metrics == own.metrics
+    assert lent.cost["train_seconds"] > 0
+    _, _, model = one_run.load(lent)
+    for name, tensor in one_run.load(own)[2].state_dict().items():
+        assert torch.equal(tensor, model.state_dict()[name]), name
+
+
+def test_dropout_of_the_settings_replaces_the_backbones_own():
+    task = TASKS["two-moons"](0, "smoke")
+    model = METHODS["mc-dropout"].build(task.backbone, 2, dataclasses.replace(task.settings, dropout=0.25))
+    assert {m.p for m in model.modules() if hasattr(m, "filter_wise")} == {0.25}
+
+
+def test_plan_puts_members_first_and_each_once(pair: str):
+    singles, ensembles = plan([config(pair), config(seed=1), config(pair), config("dnn")])
+    assert [(c.method, c.seed) for c in singles] == [("sngp", 0), ("sngp", 1), ("dnn", 0)]
+    assert ensembles == [config(pair)]
+
+
+# Many runs
+
+
+@pytest.mark.slow
+def test_two_processes_make_what_one_makes(tmp_path: Path):
+    configs, heard = [config("dnn", seed=s) for s in (0, 1)], []
+    done = run_all(configs, tmp_path, jobs=2, on_event=heard.append)
+    assert [r.seed for r in done] == [0, 1]
+    assert sorted((c.seed, epoch) for c, epoch, _, _ in heard) == [(0, 1), (0, 2), (1, 1), (1, 2)]
+    alone = run(configs[0], tmp_path / "alone")
+    for name, value in alone.metrics.items():
+        assert done[0].metrics[name] == pytest.approx(value, abs=1e-5), name  # threads may add in another order
+    again: list[object] = []
+    run_all(configs, tmp_path, jobs=2, on_event=again.append)
+    assert again == []
+
+
+def test_a_run_alone_has_all_threads(tmp_path: Path):
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        (alone,) = run_all([config("dnn")], tmp_path, jobs=8)
+    finally:
+        torch.set_num_threads(before)
+    assert alone.environment["threads"] == 3
+
+
+def test_one_failing_run_does_not_stop_the_others(tmp_path: Path):
+    good, bad = config("dnn", seed=1), config("dnn", likelihood="poisson")
+    with pytest.raises(ValueError, match="Methods expect categorical or gaussian targets, got poisson"):
+        run_all([bad, good], tmp_path, jobs=1)
+    assert run_folder.finished(tmp_path / good.folder)
+
+
+MANY = """
+import sys, torch
+from pathlib import Path
+from afield.experiment.config import Config
+from afield.experiment.many_runs import run_all
+if __name__ == "__main__":
+    configs = [Config.of("two-moons", "dnn", seed=seed, preset="smoke", epochs=300) for seed in (0, 1)]
+    run_all(configs, Path(sys.argv[1]), jobs=2)
+"""
+
+
+@pytest.mark.slow
+def test_workers_die_with_a_killed_parent_and_leave_their_folders(tmp_path: Path):
+    (tmp_path / "many.py").write_text(MANY)
+    parent = subprocess.Popen([sys.executable, str(tmp_path / "many.py"), str(tmp_path)], start_new_session=True)
+    folders = [tmp_path / "two-moons" / "dnn" / str(seed) for seed in (0, 1)]
+    _wait(lambda: all((folder / "checkpoint.pt").exists() for folder in folders))
+    parent.send_signal(signal.SIGKILL)
+    parent.wait(timeout=30)
+
+    def free() -> bool:
+        try:
+            for folder in folders:
+                with run_folder.locked(folder):
+                    pass
+        except run_folder.Busy:
+            return False
+        return True
+
+    _wait(free)
+    assert not any(map(run_folder.finished, folders))
+    _wait(lambda: not _any_alive(parent.pid))
+
+
+def _any_alive(group: int) -> bool:
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def _wait(condition: Callable[[], bool], seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def test_run_all_refuses_no_processes(tmp_path: Path):
+    with pytest.raises(ValueError, match="jobs must be at least 1, got 0"):
+        run_all([], tmp_path, jobs=0)
+
+
+@pytest.mark.parametrize("name", SUITES)
+@pytest.mark.parametrize("preset", ["smoke", "small", "paper"])
+def test_suites_name_runs_that_exist(name: str, preset: str):
+    suite = SUITES[name]
+    configs = suite.configs(preset)
+    assert len(set(configs)) == len(configs)
+    assert {c.preset for c in configs} == {preset}
+    assert {(c.task, c.method) for c in configs} == {(t, m) for t, methods in suite.methods.items() for m in methods}
+    for config in configs:
+        if suite.pooled and config.members:
+            assert set(config.members) <= set(configs)  # trained for its own row, and for the ensemble alone never
+            assert len(config.members) == suite.seeds[preset]
+    only = suite.configs(preset, methods=["dnn"], seeds=2)
+    assert {c.method for c in only} == {"dnn"}
+    assert len(only) == 2 * len(suite.methods)
+    assert {c.settings.precision for c in only} == {"float32"}
+    lower = suite.configs(preset, precision="bfloat16")
+    assert {c.settings.precision for c in lower} == {"bfloat16"}
+    assert [(c.task, c.method, c.seed) for c in lower] == [(c.task, c.method, c.seed) for c in configs]
+    with pytest.raises(ValueError, match="at least one seed"):
+        suite.configs(preset, seeds=0)
+
+
+# Judging
+
+
+def test_shifted_sets_of_one_name_are_averaged(generator: torch.Generator):
+    task = TASKS["two-moons"](0)
+    shifted = {"corrupted/fog-1": task.test, "corrupted/fog-2": task.val, "new": task.val}
+    task = dataclasses.replace(task, shifted=shifted, ood={}, grid=None)
+
+    def guess(data: torch.utils.data.TensorDataset) -> Prediction:
+        logits = torch.randn(len(data), 2, generator=generator)
+        return Prediction(logits, probs=logits.softmax(1))
+
+    predictions = {"val": guess(task.val), "test": guess(task.test)}
+    predictions |= {f"shifted/{name}": guess(data) for name, data in shifted.items()}
+    figures = judge(task, predictions)
+    each = [METRICS["nll"](predictions[f"shifted/{n}"], shifted[n].tensors[1]) for n in shifted]
+    assert figures["nll/corrupted"] == pytest.approx((each[0] + each[1]) / 2)
+    assert figures["nll/new"] == pytest.approx(each[2])
+
+
+def test_scores_that_lack_their_fields_are_left_out(generator: torch.Generator):
+    logits = torch.randn(20, 3, generator=generator)
+    found = scored(Prediction(logits, probs=logits.softmax(1)), Prediction(logits, probs=logits.softmax(1)), {})
+    assert set(found) == {"max_probability", "max_logit", "entropy", "energy", "dempster_shafer"}
+
+
+def test_fitted_scores_need_hidden_vectors():
+    x, y = torch.randn(10, 2), torch.arange(10) % 2
+    with_features = fit_scores(lambda x: Prediction(x, features=x), [(x, y)], 2)
+    assert set(with_features) == {"mahalanobis", "relative_mahalanobis", "knn"}
+    assert fit_scores(lambda x: Prediction(x), [(x, y)], 2) == {}
+
+
+def test_predictions_file_needs_no_pickle(made: run_folder.Run):
+    with np.load(made.folder / "predictions.npz", allow_pickle=False) as arrays:
+        assert all(arrays[name].dtype != object for name in arrays.files)
+    assert json.loads((made.folder / "metrics.json").read_text())["metrics"] == made.metrics
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_the_members_of_an_ensemble_are_runs_of_the_single_model(task: str):
+    """With the settings that the single model has by itself: else its folder would be refused."""
+    for method, made in METHODS.items():
+        if made.members is None:
+            continue
+        ensemble = Config.of(task, method, seed=1)
+        for member in ensemble.members:
+            assert member == Config.of(task, member.method, seed=member.seed), f"{method} on {task}"

@@ -1,0 +1,511 @@
+"""Save and load: the same answers to the bit in a fresh process; anything else is told, nothing is unpickled."""
+
+import hashlib
+import inspect
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+import afield
+from afield.bounds.spectral import bounds_of
+from afield.errors import DamagedModel, NotFitted
+from afield.model import saving
+from afield.model.posterior import update
+from afield.model.saving import FORMAT, INDEX, read_index
+
+
+class Convolutional(nn.Module):
+    """Convolutions, one of them used twice, a BatchNorm, and an input size that a bounded convolution learns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(1, 4, 3, stride=2, padding=1)
+        self.norm = nn.BatchNorm2d(4)
+        self.again = nn.Conv2d(4, 4, 3, padding=1)
+        self.fc = nn.Linear(4 * 9, 8)
+        self.out = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.norm(self.conv(x)))
+        x = torch.relu(self.again(self.again(x)))
+        return self.out(torch.tanh(self.fc(x.flatten(1))))
+
+
+def seed(number: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(number)
+
+
+def images(n: int, number: int = 0) -> Tensor:
+    return torch.randn(n, 1, 6, 6, generator=seed(number))
+
+
+def labelled(n: int, number: int = 0) -> tuple[Tensor, Tensor]:
+    return images(n, number), torch.arange(n) % 3
+
+
+def trained(convert: Callable[..., afield.SNGP] = afield.sngp, **options: Any) -> afield.SNGP:
+    """Converted, trained for a few steps so that every bound has moved, fitted, calibrated."""
+    options = {"num_random_features": 16} | options
+    model = convert(Convolutional(), **options)
+    if any(p.requires_grad for p in model.parameters()):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        for step in range(4):
+            x, y = labelled(30, step)
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+    afield.fit_posterior(model, [labelled(90, 5)])
+    afield.calibrate(model, [labelled(90, 6)])
+    return model
+
+
+def mlp() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 3))
+
+
+def small(**options: Any) -> afield.SNGP:
+    """The quickest model there is, fitted."""
+    model = afield.sngp(mlp(), num_random_features=8, length_scale=1.0, **options)
+    afield.fit_posterior(model, [torch.randn(20, 3)])
+    return model
+
+
+def identical(one: afield.SNGP, two: afield.SNGP, x: Tensor) -> None:
+    a, b = one.predict(x).numpy(), two.predict(x).numpy()
+    assert a.keys() == b.keys()
+    assert all(a[name].tobytes() == b[name].tobytes() and a[name].dtype == b[name].dtype for name in a)
+
+
+# Round trips -----------------------------------------------------------------------------------------------------
+
+MODELS: dict[str, Callable[[], afield.SNGP]] = {
+    "sngp": lambda: trained(bound={nn.Conv2d: 0.8, nn.BatchNorm2d: 1.5, "fc": 0.5}),
+    "attach": lambda: trained(afield.attach),
+    "per class": lambda: trained(covariance="per_class", likelihood="categorical", kernel="matern32", ridge=0.1),
+    "projection": lambda: trained(projection=4, normalize_input="standardize", constant=True, momentum=0.9),
+}
+# What a user's own script would share with the one that saved: the class of the network.
+SCRIPT = """
+import sys
+import torch
+from torch import Tensor, nn
+from safetensors.torch import load_file, save_file
+import afield
+
+NETWORK
+torch.set_num_threads(1)
+torch.manual_seed(99)
+x = load_file(sys.argv[1])["x"]
+for folder in sys.argv[2:]:
+    answer = afield.load(folder, Convolutional()).predict(x)
+    tensors = {name: torch.from_numpy(array) for name, array in answer.numpy().items()}
+    save_file(tensors, folder + "/answer", {"finest": repr(answer.finest)})
+""".replace("NETWORK", inspect.getsource(Convolutional))
+
+
+def test_a_calibrated_model_answers_identically_in_a_fresh_process(tmp_path):
+    models = {name: make() for name, make in MODELS.items()}
+    for name, model in models.items():
+        afield.save(model, tmp_path / name)
+    x = images(40, 11)
+    save_file({"x": x}, tmp_path / "x")
+    folders = [str(tmp_path / name) for name in models]
+    environment = os.environ | {"PYTHONPATH": str(Path(afield.__file__).parents[1])}
+    subprocess.run(
+        [sys.executable, "-W", "error", "-c", SCRIPT, str(tmp_path / "x"), *folders], check=True, env=environment
+    )
+    for name, model in models.items():
+        prediction, answer = model.predict(x), load_file(tmp_path / name / "answer")
+        expected = prediction.numpy()
+        assert answer.keys() == expected.keys() >= {"probs", "variance", "p_value"}, name
+        assert all(answer[k].numpy().tobytes() == v.tobytes() for k, v in expected.items()), name
+        with safe_open(tmp_path / name / "answer", "pt") as file:
+            assert file.metadata()["finest"] == repr(prediction.finest)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_whole_state_comes_back_and_what_trains(name, tmp_path):
+    model = MODELS[name]()
+    back = afield.load(afield.save(model, tmp_path / "model"), Convolutional())
+    before, after = model.state_dict(), back.state_dict()
+    assert before.keys() == after.keys()
+    assert all(torch.equal(v, after[k]) and v.dtype == after[k].dtype for k, v in before.items())
+    assert (back.kind, back.output) == (model.kind, model.output)
+    assert [b.c for b in all_bounds(back)] == [b.c for b in all_bounds(model)]
+    assert [p.requires_grad for p in back.parameters()] == [p.requires_grad for p in model.parameters()]
+    assert not any(m.training for m in back.modules())
+    identical(model, back, images(10, 3))
+
+
+def test_neither_the_weights_nor_the_mode_of_the_given_network_matter_and_it_stays(tmp_path):
+    model = trained()
+    afield.save(model, tmp_path)
+    net = Convolutional().double().train()
+    before = {k: v.clone() for k, v in net.state_dict().items()}
+    identical(model, afield.load(tmp_path, net), images(10))
+    assert all(torch.equal(v, before[k]) for k, v in net.state_dict().items())
+    assert net.training
+
+
+def test_a_loaded_model_lives_on(tmp_path):
+    """It trains, its bounds iterate, and updating it equals updating the original."""
+    model = trained()
+    back = afield.load(afield.save(model, tmp_path), Convolutional())
+    for one in (model, back):
+        update(one, [images(7, 20)])
+    torch.testing.assert_close(model.predict(images(5)).variance, back.predict(images(5)).variance, rtol=0, atol=0)
+    for one in (model.train(), back.train()):
+        one.net.fc.parametrizations.weight.original.data.mul_(3)
+        one(images(5))
+    assert torch.equal(model.net.fc.weight, back.net.fc.weight)
+    assert all(int(a.num_steps) == int(b.num_steps) for a, b in zip(all_bounds(model), all_bounds(back), strict=True))
+
+
+def all_bounds(model: afield.SNGP) -> list[Any]:
+    return [b for m in model.modules() for b in bounds_of(m).values()]
+
+
+def audit(model: afield.SNGP) -> str:
+    model.audit(text := io.StringIO())
+    return text.getvalue()
+
+
+def test_bounds_by_type_and_by_pattern_come_back(tmp_path):
+    rules = {"fc": None, "ag*": 0.25, nn.Conv2d: 0.75, nn.BatchNorm2d: 1.5}
+    model = trained(bound=rules)
+    back = afield.load(afield.save(model, tmp_path), Convolutional())
+    net = back.net
+    assert [b.c for layer in (net.conv, net.again, net.norm) for b in bounds_of(layer).values()] == [0.75, 0.25, 1.5]
+    assert not bounds_of(net.fc)
+    assert audit(back) == audit(model)
+
+
+class Attentive(nn.Module):
+    """x (N, 3) as a sequence of three, through attention; its projections are bounded as one layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
+        self.out = nn.Linear(12, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x[:, :, None].expand(-1, -1, 4)
+        return self.out(self.attention(tokens, tokens, tokens, need_weights=False)[0].flatten(1))
+
+
+@pytest.mark.parametrize("rules", [0.3, {"attention": 0.3}, {nn.MultiheadAttention: 0.3}], ids=repr)
+def test_bounds_on_attention_come_back(rules, tmp_path):
+    model = afield.sngp(Attentive(), rules, num_random_features=8, length_scale=1.0)
+    afield.fit_posterior(model, [torch.randn(20, 3)])
+    back = afield.load(afield.save(model, tmp_path), Attentive())
+    assert [b.c for b in all_bounds(back)] == [b.c for b in all_bounds(model)] != []
+    identical(model, back, torch.randn(5, 3))
+
+
+class Special(nn.Linear):
+    """A user's own layer type."""
+
+
+def test_bounds_by_a_users_own_type_come_back(tmp_path):
+    def net() -> nn.Sequential:
+        return nn.Sequential(Special(3, 5), nn.Tanh(), nn.Linear(5, 3))
+
+    model = afield.sngp(net(), {Special: 0.3}, num_random_features=8, length_scale=1.0)
+    back = afield.load(afield.save(model, tmp_path), net())
+    assert [b.c for b in all_bounds(back)] == [0.3]
+
+
+def test_a_bound_that_was_changed_after_conversion_comes_back(tmp_path):
+    model = trained()
+    afield.bound(model.net.fc, 0.1)
+    identical(model, afield.load(afield.save(model, tmp_path), Convolutional()), images(5))
+
+
+def test_a_folded_model_comes_back_without_bounds(tmp_path):
+    model = afield.fold(trained())
+    back = afield.load(afield.save(model, tmp_path), Convolutional())
+    assert not all_bounds(back)
+    identical(model, back, images(5))
+
+
+@pytest.mark.parametrize("convert", [afield.sngp, afield.attach])
+def test_double_precision_survives(convert, tmp_path):
+    model = convert(mlp().double(), num_random_features=8)
+    afield.fit_posterior(model, [torch.randn(30, 3, dtype=torch.float64)])
+    back = afield.load(afield.save(model, tmp_path), mlp())
+    assert {p.dtype for p in back.parameters()} == {torch.float64}
+    identical(model, back, torch.randn(5, 3, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("likelihood", ["gaussian", "poisson", "bernoulli"])
+def test_other_likelihoods_come_back(likelihood, tmp_path):
+    def net() -> nn.Sequential:
+        return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1))
+
+    model = afield.sngp(net(), likelihood=likelihood, num_random_features=8)
+    x, y = torch.randn(40, 3), torch.arange(40) % 2
+    afield.fit_head(model, [(x, y)])
+    afield.fit_posterior(model, [(x, y)])
+    back = afield.load(afield.save(model, tmp_path), net())
+    assert float(back.head.noise) == float(model.head.noise)
+    identical(model, back, x)
+
+
+@pytest.mark.parametrize("convert", [afield.sngp, afield.attach])
+def test_an_unfitted_model_comes_back_unfitted(convert, tmp_path):
+    model = convert(Convolutional(), num_random_features=8)
+    back = afield.load(afield.save(model, tmp_path), Convolutional())
+    assert not back.head.random_features.adapted
+    with pytest.raises(NotFitted):
+        back.predict(images(2))
+    afield.fit_posterior(back, [labelled(30)])
+    afield.fit_posterior(model, [labelled(30)])
+    identical(model, back, images(5, 1))
+
+
+def test_a_network_that_is_one_linear_layer(tmp_path):
+    model = afield.attach(nn.Linear(3, 2), num_random_features=8)
+    afield.fit_posterior(model, [torch.randn(20, 3)])
+    identical(model, afield.load(afield.save(model, tmp_path), nn.Linear(3, 2)), torch.randn(5, 3))
+
+
+# The folder ------------------------------------------------------------------------------------------------------
+
+
+def files(folder: Path) -> list[str]:
+    return sorted(p.name for p in folder.iterdir())
+
+
+def test_a_model_is_one_json_file_and_one_safetensors_file(tmp_path):
+    folder = afield.save(small(), tmp_path / "a" / "model")
+    index = read_index(folder)
+    assert files(folder) == [INDEX, index["tensors"]["file"]]
+    assert index["format"] == FORMAT
+    with safe_open(folder / index["tensors"]["file"], "pt") as file:
+        assert set(file.keys()) == set(small().state_dict())
+    json.loads((folder / INDEX).read_text())
+
+
+def test_nothing_is_ever_unpickled():
+    source = inspect.getsource(saving)
+    assert not re.search(
+        r"import\s+(c?pickle|dill|joblib|marshal|shelve)|torch\.load\b|torch\.save\b|np\.load\b", source
+    )
+
+
+def test_loading_a_pickle_in_place_of_the_tensors_is_refused(tmp_path):
+    afield.save(small(), tmp_path)
+    index = read_index(tmp_path)
+    torch.save(small().state_dict(), tmp_path / index["tensors"]["file"])
+    with pytest.raises(DamagedModel, match="hash"):
+        afield.load(tmp_path, mlp())
+
+
+def test_metadata_comes_back(tmp_path):
+    metadata = {"classes": ["cat", "dog"], "note": "ünïcode", "n": 3}
+    afield.save(small(), tmp_path, metadata=metadata)
+    assert read_index(tmp_path)["metadata"] == metadata
+    afield.save(small(), tmp_path)
+    assert read_index(tmp_path)["metadata"] == {}
+
+
+@pytest.mark.parametrize("metadata", [{"x": float("nan")}, {"x": torch.zeros(2)}])
+def test_metadata_that_json_cannot_hold_is_refused_and_the_old_model_stays(metadata, tmp_path):
+    afield.save(small(), tmp_path)
+    before = files(tmp_path)
+    with pytest.raises((ValueError, TypeError)):
+        afield.save(small(), tmp_path, metadata=metadata)
+    assert files(tmp_path) == before
+
+
+def test_saving_again_replaces_and_leaves_nothing_behind(tmp_path):
+    first, second = small(), small()
+    afield.save(first, tmp_path)
+    old = files(tmp_path)
+    afield.save(second, tmp_path)
+    assert len(files(tmp_path)) == 2
+    assert files(tmp_path) != old
+    identical(second, afield.load(tmp_path, mlp()), torch.randn(5, 3))
+    afield.save(second, tmp_path)
+    identical(second, afield.load(tmp_path, mlp()), torch.randn(5, 3))
+
+
+def test_other_files_of_the_folder_are_left_alone(tmp_path):
+    (tmp_path / "notes.txt").write_text("mine")
+    (tmp_path / "weights.safetensors").write_bytes(b"mine too")
+    afield.save(small(), tmp_path)
+    afield.save(small(), tmp_path)
+    assert {"notes.txt", "weights.safetensors"} <= set(files(tmp_path))
+
+
+class Crash(Exception):
+    pass
+
+
+@pytest.mark.parametrize("name", [INDEX, "safetensors"])
+def test_a_crash_while_saving_leaves_the_old_model(name, tmp_path, monkeypatch):
+    old = small()
+    afield.save(old, tmp_path)
+    replace = os.replace
+
+    def crashing(source: Any, target: Any) -> None:
+        if str(target).endswith(name):
+            raise Crash
+        replace(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", crashing)
+        with pytest.raises(Crash):
+            afield.save(small(), tmp_path)
+    identical(old, afield.load(tmp_path, mlp()), torch.randn(5, 3))
+    assert not [f for f in files(tmp_path) if f.startswith(".")]
+    new = small()
+    afield.save(new, tmp_path)
+    identical(new, afield.load(tmp_path, mlp()), torch.randn(5, 3))
+    assert len(files(tmp_path)) == 2
+
+
+def test_a_full_disk_leaves_the_old_model_and_no_temporary_files(tmp_path, monkeypatch):
+    old = small()
+    afield.save(old, tmp_path)
+    before = files(tmp_path)
+
+    def full(_: int) -> None:
+        raise OSError("No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(OSError, match="No space"):
+            afield.save(small(), tmp_path)
+    assert files(tmp_path) == before
+    identical(old, afield.load(tmp_path, mlp()), torch.randn(5, 3))
+
+
+# Damage ----------------------------------------------------------------------------------------------------------
+
+
+def rewrite(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    index = json.loads((folder / INDEX).read_text())
+    change(index)
+    (folder / INDEX).write_text(json.dumps(index))
+
+
+def tensor_file(folder: Path) -> Path:
+    return next(folder.glob("model-*.safetensors"))
+
+
+def swap_tensors(folder: Path, payload: bytes) -> None:
+    """Other bytes, with a hash that matches them."""
+    tensor_file(folder).write_bytes(payload)
+    rewrite(folder, lambda index: index["tensors"].update(sha256=hashlib.sha256(payload).hexdigest()))
+
+
+def truncated(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-9])
+
+
+def flipped(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-5] ^= 1
+    path.write_bytes(bytes(data))
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "no index": (lambda f: (f / INDEX).unlink(), "is not a saved model: it has no afield.json"),
+    "empty index": (lambda f: (f / INDEX).write_text(""), "damaged, or not written by afield"),
+    "truncated index": (lambda f: truncated(f / INDEX), "damaged, or not written by afield"),
+    "binary index": (lambda f: (f / INDEX).write_bytes(b"\xff\xfe\x00"), "damaged, or not written by afield"),
+    "foreign index": (lambda f: (f / INDEX).write_text('{"model_type": "bert"}'), "damaged, or not written by afield"),
+    "list index": (lambda f: (f / INDEX).write_text("[1, 2]"), "damaged, or not written by afield"),
+    "number as a file": (lambda f: rewrite(f, lambda i: i["tensors"].update(file=5)), "damaged|outside"),
+    "no settings": (lambda f: rewrite(f, lambda i: i.update(settings=None)), "damaged|not written by afield"),
+    "unknown kind": (lambda f: rewrite(f, lambda i: i.update(kind="bert")), "damaged|bert"),
+    "unknown head option": (
+        lambda f: rewrite(f, lambda i: i["settings"]["head"].update(temperature=3)),
+        "temperature|damaged",
+    ),
+    "unknown bound type": (
+        lambda f: rewrite(f, lambda i: i["settings"].update(bound=[[{"type": "Bogus"}, 1.0]])),
+        "Bogus|damaged|another network|does not fit",
+    ),
+    "newer format": (lambda f: rewrite(f, lambda i: i.update(format=FORMAT + 1)), "format 2.*Upgrade afield"),
+    "no tensors": (lambda f: tensor_file(f).unlink(), r"incomplete: model-.*missing"),
+    "truncated tensors": (lambda f: truncated(tensor_file(f)), "damaged or truncated"),
+    "flipped bit": (lambda f: flipped(tensor_file(f)), "damaged or truncated"),
+    "empty tensors": (lambda f: tensor_file(f).write_bytes(b""), "damaged or truncated"),
+    "foreign tensors": (lambda f: swap_tensors(f, b"PK\x03\x04 a zip file, or a pickle"), "not a safetensors file"),
+    "parent folder": (
+        lambda f: rewrite(f, lambda i: i["tensors"].update(file="../" + i["tensors"]["file"])),
+        "outside its folder",
+    ),
+    "absolute path": (
+        lambda f: rewrite(f, lambda i: i["tensors"].update(file=str(tensor_file(f).resolve()))),
+        "outside its folder",
+    ),
+    "dots": (lambda f: rewrite(f, lambda i: i["tensors"].update(file="..")), "outside its folder|incomplete"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damage_is_told(damage, tmp_path):
+    folder = afield.save(small(), tmp_path / "model")
+    afield.load(folder, mlp())
+    cause, message = DAMAGE[damage]
+    cause(folder)
+    with pytest.raises(DamagedModel, match=f"(?s){message}"):
+        afield.load(folder, mlp())
+
+
+def test_a_missing_folder_is_told(tmp_path):
+    with pytest.raises(DamagedModel, match="nowhere is not a saved model"):
+        afield.load(tmp_path / "nowhere", mlp())
+    with pytest.raises(ValueError):  # for whoever catches the builtin
+        afield.load(tmp_path / "nowhere", mlp())
+
+
+OTHERS: dict[str, tuple[nn.Module, str]] = {
+    "wider": (nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 3)), "another network than Sequential"),
+    "more classes": (nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 4)), "another network than Sequential"),
+    "another layer": (
+        nn.Sequential(nn.Linear(3, 5), nn.LayerNorm(5), nn.Linear(5, 3)),
+        "net.1.weight: in the network, not in the file",
+    ),
+    "a layer less": (
+        nn.Sequential(nn.Tanh(), nn.Tanh(), nn.Linear(5, 3)),
+        r"in the file, not in the network|does not fit",
+    ),
+    "no linear layer": (nn.Sequential(nn.Tanh()), r"not a Linear|no Linear"),
+    "another name": (
+        nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Sequential(nn.Linear(5, 3))),
+        r"not a Linear|another",
+    ),
+}
+
+
+@pytest.mark.parametrize("convert", [afield.sngp, afield.attach])
+@pytest.mark.parametrize("other", OTHERS)
+def test_another_architecture_is_told(other, convert, tmp_path):
+    model = convert(mlp(), num_random_features=8, output="2")
+    afield.fit_posterior(model, [torch.randn(20, 3)])
+    afield.save(model, tmp_path)
+    net, message = OTHERS[other]
+    with pytest.raises(DamagedModel, match=message):
+        afield.load(tmp_path, net)
+
+
+def test_only_converted_models_are_saved(tmp_path):
+    with pytest.raises(TypeError, match=r"made by afield\.sngp or afield\.attach, got Sequential"):
+        afield.save(mlp(), tmp_path / "model")
+    assert not (tmp_path / "model").exists()
