@@ -253,7 +253,7 @@ def calibrated(n: int, number: int = 0) -> tuple[Prediction, Tensor]:
     prediction, y = classes(n, number)
     reference = classes(99, number + 777)[0].score().sort().values
     p_value = (1 + (reference[None] >= prediction.score()[:, None]).sum(1)).double() / 100
-    return Prediction(prediction.logits, probs=prediction.probs, p_value=p_value, finest=0.01), y
+    return Prediction(prediction.logits, probs=prediction.probs, p_value=p_value, smallest_p_value=0.01), y
 
 
 def test_false_alarms_are_accept():
@@ -440,17 +440,19 @@ def test_sets_hold_the_class_at_the_promised_rate(n, level, options):
     by_draw = covered(n, level, 300, **options).mean(1)
     error = float(by_draw.std()) / math.sqrt(300)
     assert float(by_draw.mean()) > level - 4 * error
-    if options.get("randomized") or not options:  # misfits without ties: not above it either, by more than 1 / (n + 1)
+    if (
+        options.get("randomized") or not options
+    ):  # nonconformities without ties: not above it either, by more than 1 / (n + 1)
         assert float(by_draw.mean()) < level + 1 / (n + 1) + 4 * error
 
 
 def test_with_delta_the_promise_is_for_this_held_out_data():
-    """Uniform misfits: the coverage of a draw is the k-th smallest itself."""
+    """Uniform nonconformities: the coverage of a draw is the k-th smallest itself."""
     missed, draws = 0, 1000
     for draw in range(draws):
         p = binary(uniform(60, number=draw) / 2)
         found = prediction_sets(p, torch.zeros(60), level=0.8, delta=DELTA)
-        missed += 2 * found.misfits[0] < 0.8
+        missed += 2 * found.thresholds[0] < 0.8
     assert not too_many(missed, draws, DELTA)
     assert missed > 0
 
@@ -480,7 +482,7 @@ def test_adaptive_sets_grow_where_the_model_is_unsure():
     assert float(smaller.mean()) < float(sizes.mean())  # the least ambiguous are the smallest
 
 
-def test_the_adaptive_misfit_is_the_probability_of_what_comes_before():
+def test_the_adaptive_nonconformity_is_the_probability_of_what_comes_before():
     probs = torch.tensor([[0.2, 0.5, 0.3]], dtype=torch.float64)
     p = Prediction(probs.log(), probs=probs)
     for largest, expected in ((0.49, []), (0.5, [1]), (0.8, [1, 2]), (1.0, [0, 1, 2])):
@@ -521,8 +523,8 @@ def test_intervals_of_a_right_gaussian_are_its_own():
     p = Prediction(torch.zeros(20_000, 1), variance=torch.full((20_000,), 3.0), noise=1.0, likelihood="gaussian")
     y = 2 * torch.randn(20_000, generator=seed())
     found = prediction_intervals(p, y, level=0.95)
-    assert found.misfits[0] == pytest.approx(1.96, abs=0.05)
-    assert prediction_intervals(p, y, level=0.95, delta=DELTA).misfits[0] > found.misfits[0]
+    assert found.thresholds[0] == pytest.approx(1.96, abs=0.05)
+    assert prediction_intervals(p, y, level=0.95, delta=DELTA).thresholds[0] > found.thresholds[0]
 
 
 def test_rates_are_never_below_zero():
@@ -551,9 +553,9 @@ def test_bad_sets_are_refused(options, message):
 
 def test_the_fewest_examples_suffice():
     p, y = classes(99)
-    assert prediction_sets(p, y, level=0.99).misfits[0] == float((1 - p.probs.gather(1, y[:, None])).max())
-    assert prediction_sets(p, y, level=0.97, delta=0.05).misfits == prediction_sets(p, y, level=0.99).misfits
-    assert prediction_sets(p[:9], y[:9], level=0.9).misfits  # 0.9 x 10 is 9, not a hair more
+    assert prediction_sets(p, y, level=0.99).thresholds[0] == float((1 - p.probs.gather(1, y[:, None])).max())
+    assert prediction_sets(p, y, level=0.97, delta=0.05).thresholds == prediction_sets(p, y, level=0.99).thresholds
+    assert prediction_sets(p[:9], y[:9], level=0.9).thresholds  # 0.9 x 10 is 9, not a hair more
 
 
 def test_ill_fitting_sets_and_targets_are_refused():

@@ -335,10 +335,10 @@ def test_metadata_tells_what_is_inside(folder: Path, needs_onnx: None) -> None:
     onnx.checker.check_model(proto)
 
 
-def test_default_alpha_is_the_finest_that_the_reference_can_tell() -> None:
+def test_default_alpha_is_the_smallest_that_the_reference_can_tell() -> None:
     model, _ = case("attach")
-    finest = 1 / (model.head.reference.numel() + 1)
-    assert chosen_alpha(model, None) == finest  # of some twenty scores, more than 0.01
+    smallest_p_value = 1 / (model.head.reference.numel() + 1)
+    assert chosen_alpha(model, None) == smallest_p_value  # of some twenty scores, more than 0.01
     model = copy.deepcopy(model)
     model.head.set_reference(torch.rand(500))
     assert chosen_alpha(model, None) == 0.01

@@ -127,7 +127,7 @@ def test_classifier_without_early_stopping_is_the_functions(moons) -> None:
     prediction = model.predict(torch.from_numpy(fresh))
     np.testing.assert_allclose(fitted.predict_proba(fresh), prediction.probs.numpy(), rtol=1e-9)
     np.testing.assert_array_equal(fitted.p_value(fresh), prediction.p_value.numpy())
-    assert prediction.finest == 1 / 21
+    assert prediction.smallest_p_value == 1 / 21
 
 
 def test_regressor_is_the_functions(regressor: SNGPRegressor, curve) -> None:

@@ -69,7 +69,7 @@ def test_loaded_model_predicts_what_was_written(made: run_folder.Run):
     again, written = one_run.predict(method, model, task.test), made.prediction("test")
     for name in ("logits", "variance", "probs", "p_value"):
         torch.testing.assert_close(getattr(again, name), getattr(written, name), rtol=0, atol=0)
-    assert (again.finest, again.likelihood) == (written.finest, written.likelihood)
+    assert (again.smallest_p_value, again.likelihood) == (written.smallest_p_value, written.likelihood)
 
 
 def test_hidden_vectors_are_kept_of_rows_over_the_whole_test_set(made: run_folder.Run):

@@ -427,7 +427,7 @@ def test_p_values_compare_with_the_reference_scores():
     p = head.predict(h)
     assert head.calibrated
     assert torch.equal(p.p_value, conformal_p_value(p.score(), scores.sort().values)[0])
-    assert p.finest == 1 / 100
+    assert p.smallest_p_value == 1 / 100
     assert p.accept(0.01).shape == (20,)
 
 

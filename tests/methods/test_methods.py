@@ -161,7 +161,7 @@ def test_ensemble_p_values_are_twice_the_mean_and_hold_their_level(two_moons: Ta
     single = [METHODS["sngp"].predict(member, x) for member in model]
     prediction = method.predict(model, x)
     torch.testing.assert_close(prediction.p_value, (2 * sum(p.p_value for p in single) / 3).clamp_max(1))
-    assert prediction.finest == 2 * single[0].finest
+    assert prediction.smallest_p_value == 2 * single[0].smallest_p_value
     assert float(prediction.accept(0.1).double().mean()) > 0.85
     assert float(method.predict(model, far).accept(0.1).double().mean()) < 0.2
 

@@ -151,7 +151,7 @@ def test_all_of_it_takes_less_than_two_minutes_on_two_cores(run):
 
 def test_p_values_hold_on_fresh_images_and_reject_house_numbers(run):
     """Marginally over the draw of the reference, so that one draw may be off by its own noise."""
-    alpha, n, m = 0.1, round(1 / run.test.finest) - 1, len(run.test)
+    alpha, n, m = 0.1, round(1 / run.test.smallest_p_value) - 1, len(run.test)
     noise = (alpha * (1 - alpha) * (1 / n + 1 / m)) ** 0.5
     assert float((~run.test.accept(alpha)).double().mean()) <= alpha + 3 * noise
     assert float((~run.ood["svhn"].accept(alpha)).double().mean()) > 0.8

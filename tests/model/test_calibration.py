@@ -94,7 +94,7 @@ def test_the_losses_it_reports_are_log_losses_of_the_model_before_and_after():
     assert found.loss_before == pytest.approx(before, rel=1e-9)
     assert found.loss == pytest.approx(log_loss(model.predict(x), y), rel=1e-9)
     assert (found.num_fitted, found.num_reference) == (600, 300)
-    assert found.finest == 1 / 301
+    assert found.smallest_p_value == 1 / 301
 
 
 @pytest.mark.parametrize("factor", [0.2, 1.0, 5.0])
@@ -369,7 +369,7 @@ def test_far_inputs_get_the_smallest_p_value_of_a_variance_score():
     afield.calibrate(model, [regression(300, 0.1, 3)])
     p = model.predict(40 * F.normalize(normal(200, 4)))
     assert float((p.p_value <= 0.05).double().mean()) > 0.9
-    assert float(p.p_value.min()) == pytest.approx(p.finest)
+    assert float(p.p_value.min()) == pytest.approx(p.smallest_p_value)
 
 
 def test_an_alpha_finer_than_the_reference_is_refused():
@@ -377,7 +377,7 @@ def test_an_alpha_finer_than_the_reference_is_refused():
     found = afield.calibrate(model, [held_out(90)])
     with pytest.raises(ValueError, match=r"finer.*at least 99 reference examples"):
         model.predict(normal(3, 4)).accept(0.01)
-    assert found.finest == model.predict(normal(3, 4)).finest == 1 / 31
+    assert found.smallest_p_value == model.predict(normal(3, 4)).smallest_p_value == 1 / 31
 
 
 # Determinism and side effects ------------------------------------------------------------------------------------

@@ -861,7 +861,7 @@ def test_attached_network_is_unsure_far_away_although_its_dense_mean_grows_witho
     assert sorted(confidence, reverse=True) == confidence
     assert sorted(variance) == variance
     assert confidence[-1] < 0.51
-    assert p_value[-1] == pytest.approx(prediction.finest)
+    assert p_value[-1] == pytest.approx(prediction.smallest_p_value)
 
 
 # Networks that are not built in the order in which they run

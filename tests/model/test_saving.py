@@ -111,7 +111,7 @@ x = load_file(sys.argv[1])["x"]
 for folder in sys.argv[2:]:
     answer = afield.load(folder, Convolutional()).predict(x)
     tensors = {name: torch.from_numpy(array) for name, array in answer.numpy().items()}
-    save_file(tensors, folder + "/answer", {"finest": repr(answer.finest)})
+    save_file(tensors, folder + "/answer", {"smallest_p_value": repr(answer.smallest_p_value)})
 """.replace("NETWORK", inspect.getsource(Convolutional))
 
 
@@ -132,7 +132,7 @@ def test_a_calibrated_model_answers_identically_in_a_fresh_process(tmp_path):
         assert answer.keys() == expected.keys() >= {"probs", "variance", "p_value"}, name
         assert all(answer[k].numpy().tobytes() == v.tobytes() for k, v in expected.items()), name
         with safe_open(tmp_path / name / "answer", "pt") as file:
-            assert file.metadata()["finest"] == repr(prediction.finest)
+            assert file.metadata()["smallest_p_value"] == repr(prediction.smallest_p_value)
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -47,7 +47,7 @@ def classes(n: int = 6, k: int = 3, **fields: object) -> Prediction:
     """A prediction with every field that a calibrated classifier fills."""
     logits, variance = normal(n, k), normal(n, number=1).square()
     members = monte_carlo(logits, variance, 5, seed())
-    everything = {"features": normal(n, 4, number=2), "p_value": torch.linspace(0.01, 1, n), "finest": 0.01}
+    everything = {"features": normal(n, 4, number=2), "p_value": torch.linspace(0.01, 1, n), "smallest_p_value": 0.01}
     return Prediction(logits, variance, members.mean(0), members, **everything | fields)
 
 
@@ -322,9 +322,9 @@ def counted(score: float, reference: list[float]) -> int:
 @few
 @given(reference=st.lists(st.integers(-3, 3), min_size=1, max_size=30), score=st.integers(-4, 4))
 def test_p_value_counts_the_reference_scores_at_least_as_large(reference, score):
-    p, finest = conformal_p_value(double(score), double(*sorted(reference)))
+    p, smallest_p_value = conformal_p_value(double(score), double(*sorted(reference)))
     assert round(float(p) * (len(reference) + 1), 9) == counted(score, reference)
-    assert finest == 1 / (len(reference) + 1)
+    assert smallest_p_value == 1 / (len(reference) + 1)
 
 
 @few
@@ -355,22 +355,22 @@ def test_in_domain_inputs_fail_at_a_rate_of_at_most_alpha():
     reference, new = scores[:, :49].sort(1).values, scores[:, 49:]
     p = torch.cat([conformal_p_value(s, r)[0] for s, r in zip(new, reference, strict=True)])
     for alpha in (0.02, 0.1, 0.5):
-        rate = float((~Prediction(new, p_value=p, finest=1 / 50).accept(alpha)).double().mean())
+        rate = float((~Prediction(new, p_value=p, smallest_p_value=1 / 50).accept(alpha)).double().mean())
         assert abs(rate - alpha) < 4 * math.sqrt(alpha * (1 - alpha) / 4000)  # 50 alpha is whole: equality
 
 
 @pytest.mark.parametrize("strange", [math.nan, math.inf])
 def test_a_score_that_is_not_a_number_is_not_in_domain(strange):
-    p, finest = conformal_p_value(torch.tensor([strange]), torch.linspace(0, 1, 99).double())
-    assert float(p) == pytest.approx(finest)
-    assert not bool(Prediction(torch.zeros(1, 2), p_value=p, finest=finest).accept(0.01))
+    p, smallest_p_value = conformal_p_value(torch.tensor([strange]), torch.linspace(0, 1, 99).double())
+    assert float(p) == pytest.approx(smallest_p_value)
+    assert not bool(Prediction(torch.zeros(1, 2), p_value=p, smallest_p_value=smallest_p_value).accept(0.01))
 
 
 # Accept ---------------------------------------------------------------------------------------------------------
 
 
 def test_accept_compares_the_p_value_with_alpha():
-    prediction = classes(3, p_value=double(0.009, 0.01, 0.011), finest=0.001)
+    prediction = classes(3, p_value=double(0.009, 0.01, 0.011), smallest_p_value=0.001)
     assert prediction.accept(0.01).tolist() == [False, False, True]
     assert prediction.accept().tolist() == [False, False, True]
 
@@ -390,8 +390,8 @@ def test_alpha_must_lie_between_0_and_1(alpha):
 
 def test_alpha_finer_than_the_reference_says_how_many_examples_are_needed():
     with pytest.raises(ValueError, match=r"alpha = 0.01 is finer than .* smallest p-value is 0.02.*at least 99 ref"):
-        classes(finest=1 / 50).accept(0.01)
-    classes(finest=1 / 100).accept(0.01)  # 99 examples are enough
+        classes(smallest_p_value=1 / 50).accept(0.01)
+    classes(smallest_p_value=1 / 100).accept(0.01)  # 99 examples are enough
 
 
 # Minimax --------------------------------------------------------------------------------------------------------
@@ -443,7 +443,7 @@ PER_EXAMPLE = ("logits", "variance", "probs", "features", "p_value")
 
 def same(a: Prediction, b: Prediction) -> bool:
     ours, theirs = a.numpy(), b.numpy()
-    scalars = ("noise", "finest", "likelihood")
+    scalars = ("noise", "smallest_p_value", "likelihood")
     return (
         ours.keys() == theirs.keys()
         and all(np.array_equal(ours[name], theirs[name]) for name in ours)
@@ -472,7 +472,7 @@ def test_indexing_selects_examples_in_every_field(index):
         assert torch.equal(getattr(part, name), getattr(whole, name)[index])
     assert torch.equal(part.members, whole.members[:, index])
     assert len(part) == len(whole.logits[index])
-    assert part.finest == whole.finest
+    assert part.smallest_p_value == whole.smallest_p_value
 
 
 @pytest.mark.parametrize("i", [0, 2, 5, -1, -6])
@@ -520,7 +520,7 @@ def test_to_moves_and_casts_every_tensor():
     single = classes().to(torch.float32)
     assert all(a.dtype == np.float32 for a in single.numpy().values())
     assert single.likelihood == "categorical"
-    assert single.finest == 0.01
+    assert single.smallest_p_value == 0.01
     assert same(classes().to("cpu"), classes())
 
 

@@ -43,7 +43,7 @@ class Export:
     labels: tuple[str, ...] = ()
     """Names of the classes, kept inside; if not given, the "labels" that afield.save was given as metadata."""
     alpha: float | None = None
-    """Rate of false alarms behind the answer `accepted`; None: 0.01, or the finest that the calibration can tell."""
+    """Rate of false alarms behind the answer `accepted`; None: 0.01, or the smallest that the calibration can tell."""
     precision: Literal["fp16", "int8"] | None = None
     """Of the backbone; the difference it makes is reported."""
     tolerance: float | None = None

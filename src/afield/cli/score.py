@@ -48,7 +48,7 @@ class Score:
     integers: bool = False
     """Of a folder written by afield.save: inputs are whole numbers, such as token ids."""
     alpha: float | None = None
-    """Rate of false alarms behind `accepted`; None: 0.01, or the finest that the calibration can tell."""
+    """Rate of false alarms behind `accepted`; None: 0.01, or the smallest that the calibration can tell."""
     missing: Literal["error", "refuse"] = "error"
     """Rows with NaN, infinity or an empty cell: an error, or null answers that are not accepted."""
     batch_size: int = 1024

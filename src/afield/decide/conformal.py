@@ -1,8 +1,8 @@
 """Prediction sets and intervals that hold the truth at a promised rate, whatever the model (split conformal).
 
-A misfit e(x, y) is computed for n held-out examples; the answer for a new x is every y whose misfit is at most the
-k-th smallest of them. If the new example and the held-out ones are exchangeable, the rank of its own misfit is uniform
-up to ties, so that P(truth in the set) >= k / (n + 1), and with k = ceil((n + 1) level):
+A nonconformity e(x, y) is computed for n held-out examples; the answer for a new x is every y whose nonconformity is
+at most the k-th smallest of them. If the new example and the held-out ones are exchangeable, the rank of its own
+nonconformity is uniform up to ties, so that P(truth in the set) >= k / (n + 1), and with k = ceil((n + 1) level):
 
     level <= P(truth in the set)          over draws of the held-out data and of the new example
 
@@ -13,7 +13,8 @@ With `delta` the promise is kept with probability 1 - delta over draws of the he
                       sets that grow where the model is unsure; randomised ones are smaller, and may be empty
     intervals         e = |y - mean| / std                 for each output
 
-With `per_class` the promise holds within every class, with a misfit of its own, at the price of more held-out data.
+With `per_class` the promise holds within every class, each with a threshold of its own, at the price of more held-out
+data.
 
 The held-out data must be new to the network and to `afield.calibrate`. For sets on what a policy accepts, give what it
 accepts: `prediction_sets(held_out[kept], y[kept])` with kept = rule.decide(held_out), of a rule chosen on other data.
@@ -34,10 +35,10 @@ KINDS = ("least_ambiguous", "adaptive")
 
 @dataclass(frozen=True)
 class PredictionSets:
-    """Which classes are possible. `misfits`: the largest that is let in, one for all or one for each class."""
+    """Which classes are possible. `thresholds`: the largest nonconformity let in, for all or for each class."""
 
     level: float
-    misfits: tuple[float, ...]
+    thresholds: tuple[float, ...]
     kind: str = "least_ambiguous"
     randomized: bool = False
     delta: float | None = None
@@ -45,24 +46,24 @@ class PredictionSets:
     def sets(self, prediction: Prediction, *, generator: torch.Generator | None = None) -> Tensor:
         """True (N, C) for every class in the set. `generator`: of the randomised numbers."""
         probs = _probs(prediction)
-        if len(self.misfits) not in (1, probs.shape[1]):
-            raise ValueError(f"These sets were made for {len(self.misfits)} classes, got {probs.shape[1]}.")
-        largest = torch.tensor(self.misfits, dtype=torch.float64, device=probs.device)
-        return _misfit(probs, self.kind, self.randomized, generator) <= largest
+        if len(self.thresholds) not in (1, probs.shape[1]):
+            raise ValueError(f"These sets were made for {len(self.thresholds)} classes, got {probs.shape[1]}.")
+        largest = torch.tensor(self.thresholds, dtype=torch.float64, device=probs.device)
+        return _nonconformity(probs, self.kind, self.randomized, generator) <= largest
 
 
 @dataclass(frozen=True)
 class PredictionIntervals:
-    """Between which numbers the target lies. `misfits`: how many standard deviations to each side, for each output."""
+    """Between which numbers the target lies. `thresholds`: standard deviations to each side, by output."""
 
     level: float
-    misfits: tuple[float, ...]
+    thresholds: tuple[float, ...]
     delta: float | None = None
 
     def intervals(self, prediction: Prediction) -> tuple[Tensor, Tensor]:
         """Lower and upper ends (N, K), in float64; a rate is never below zero."""
         mean, std = prediction.mean.double(), prediction.std.double()
-        half = std * torch.tensor(self.misfits, dtype=torch.float64, device=std.device)
+        half = std * torch.tensor(self.thresholds, dtype=torch.float64, device=std.device)
         lower = mean - half
         return lower.clamp_min(0.0) if prediction.likelihood == "poisson" else lower, mean + half
 
@@ -92,12 +93,12 @@ def prediction_sets(
         raise ValueError('randomized=True needs kind="adaptive".')
     probs = _probs(prediction)
     target = check_labels(target, *probs.shape).to(probs.device)
-    misfit = _misfit(probs, kind, randomized, generator).gather(1, target[:, None]).squeeze(1)
-    _refuse_nan(misfit)
+    nonconformity = _nonconformity(probs, kind, randomized, generator).gather(1, target[:, None]).squeeze(1)
+    _refuse_nan(nonconformity)
     classes = range(probs.shape[1]) if per_class else ()
-    groups = {f" of class {k}": misfit[target == k] for k in classes} or {"": misfit}
-    misfits = tuple(_smallest(values, level, delta, name) for name, values in groups.items())
-    return PredictionSets(level, misfits, kind, randomized, delta)
+    groups = {f" of class {k}": nonconformity[target == k] for k in classes} or {"": nonconformity}
+    thresholds = tuple(_smallest(values, level, delta, name) for name, values in groups.items())
+    return PredictionSets(level, thresholds, kind, randomized, delta)
 
 
 def prediction_intervals(
@@ -109,12 +110,14 @@ def prediction_intervals(
         raise ValueError(f"Expected targets of shape {tuple(mean.shape)}, got {tuple(target.shape)}.")
     if not bool((std > 0).all()):
         raise ValueError("Standard deviations must be positive: variance and noise are both zero somewhere, or NaN.")
-    misfit = (target.to(mean.device).double().reshape(mean.shape) - mean).abs() / std
-    _refuse_nan(misfit.amax(1))
-    return PredictionIntervals(level, tuple(_smallest(column, level, delta) for column in misfit.unbind(1)), delta)
+    nonconformity = (target.to(mean.device).double().reshape(mean.shape) - mean).abs() / std
+    _refuse_nan(nonconformity.amax(1))
+    return PredictionIntervals(
+        level, tuple(_smallest(column, level, delta) for column in nonconformity.unbind(1)), delta
+    )
 
 
-def _misfit(probs: Tensor, kind: str, randomized: bool, generator: torch.Generator | None) -> Tensor:
+def _nonconformity(probs: Tensor, kind: str, randomized: bool, generator: torch.Generator | None) -> Tensor:
     """(N, C): how ill each class fits."""
     if kind == "least_ambiguous":
         return 1 - probs
@@ -125,12 +128,12 @@ def _misfit(probs: Tensor, kind: str, randomized: bool, generator: torch.Generat
     return torch.empty_like(probs).scatter_(1, classes, ordered.cumsum(1) - ordered + own)
 
 
-def _smallest(misfit: Tensor, level: float, delta: float | None, whose: str = "") -> float:
+def _smallest(nonconformity: Tensor, level: float, delta: float | None, whose: str = "") -> float:
     """The k-th smallest, k as the promise asks."""
     for name, rate in (("level", level), ("delta", delta)):
         if rate is not None and not 0 < rate < 1:
             raise ValueError(f"{name} must lie strictly between 0 and 1, got {rate}.")
-    n = len(misfit)
+    n = len(nonconformity)
     # A hair less: 0.9 (n + 1) may come out above the whole number that it is.
     k = math.ceil((n + 1) * level - 1e-9) if delta is None else rank(n, level, delta)
     if k is None or k > n:
@@ -140,7 +143,7 @@ def _smallest(misfit: Tensor, level: float, delta: float | None, whose: str = ""
             f"{n} held-out examples{whose} cannot promise a level of {level:g}, only {best:.3g}. Give at least "
             f"{math.ceil(wanted - 1e-9)}, or ask for less."
         )
-    return float(misfit.sort().values[k - 1])
+    return float(nonconformity.sort().values[k - 1])
 
 
 def _probs(prediction: Prediction) -> Tensor:
@@ -149,7 +152,7 @@ def _probs(prediction: Prediction) -> Tensor:
     return prediction.probs.detach().double()
 
 
-def _refuse_nan(misfit: Tensor) -> None:
-    if bool(misfit.isnan().any()):
-        rows = misfit.isnan().nonzero().flatten().tolist()
+def _refuse_nan(nonconformity: Tensor) -> None:
+    if bool(nonconformity.isnan().any()):
+        rows = nonconformity.isnan().nonzero().flatten().tolist()
         raise ValueError(f"Held-out predictions must be numbers, got NaN in {len(rows)} rows (first: {rows[:5]}).")

@@ -75,7 +75,7 @@ def export(
                 inputs, and the rows on which the export has to be right
     format      "onnx", or "torch-export" (`torch.export.load`)
     labels      names of the classes, kept inside
-    alpha       rate of false alarms behind the answer `accepted`; None: 0.01, or the finest that the calibration can
+    alpha       rate of false alarms behind the answer `accepted`; None: 0.01, or the smallest that the calibration can
                 tell; an uncalibrated model is exported without p_value and accepted
     precision   None, "fp16" or "int8"
     tolerance   the largest difference; None: 1e-4, and any with a reduced precision

@@ -50,7 +50,7 @@ class Request:
     id       a column to copy beside the answers
     shape    of one row; None: the scorer's
     integers whether inputs are whole numbers, such as token ids
-    alpha    rate of false alarms behind `accepted`; None: 0.01, or the finest that the calibration can tell
+    alpha    rate of false alarms behind `accepted`; None: 0.01, or the smallest that the calibration can tell
     missing  rows with NaN, infinity or nothing: an error, or answered with nulls and refused
     """
 
@@ -185,7 +185,7 @@ def answers(prediction: Prediction, alpha: float | None = None, labels: Sequence
     if p.variance is not None:
         columns["variance"] = p.score("variance").numpy()
     if p.p_value is not None:
-        alpha = max(ALPHA, p.finest or 0.0) if alpha is None else alpha
+        alpha = max(ALPHA, p.smallest_p_value or 0.0) if alpha is None else alpha
         columns |= {"p_value": p.p_value.numpy(), "accepted": p.accept(alpha).numpy()}
     elif alpha is not None:
         raise ValueError(

@@ -78,7 +78,7 @@ class Inputs:
 class Graph(nn.Module):
     """Tensors in the order of `inputs.names` -> answers by name. The model that it is made from is not touched.
 
-    alpha   rate of false alarms behind `accepted`; None: 0.01, or the finest that the reference can tell
+    alpha   rate of false alarms behind `accepted`; None: 0.01, or the smallest that the reference can tell
     half    the backbone in half precision; the head stays in float32, whose phases half precision would drown
     hidden  give h as well
     """
@@ -189,10 +189,10 @@ def chosen_alpha(model: SNGP, alpha: float | None) -> float | None:
             f"alpha={alpha:g} needs p-values, and this model was never calibrated, or its posterior has changed since. "
             "Call afield.calibrate(model, held_out_loader) first, or leave alpha out to export without p-values."
         )
-    finest = 1 / (head.reference.numel() + 1)
-    alpha = max(ALPHA, finest) if alpha is None else alpha
+    smallest_p_value = 1 / (head.reference.numel() + 1)
+    alpha = max(ALPHA, smallest_p_value) if alpha is None else alpha
     dummy = torch.ones(1)  # `accept` knows what alpha may be, and says so
-    Prediction(dummy[:, None], p_value=dummy, finest=finest).accept(alpha)
+    Prediction(dummy[:, None], p_value=dummy, smallest_p_value=smallest_p_value).accept(alpha)
     return alpha
 
 

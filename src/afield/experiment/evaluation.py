@@ -84,7 +84,7 @@ def on_ood(inside: Prediction, outside: Prediction, ood: str, fitted: Mapping[st
                 figures[f"{name}/{ood}"] = value
     if outside.probs is not None:
         figures[f"confidence/{ood}"] = float(outside.confidence.mean())
-    if outside.p_value is not None and inside.p_value is not None and (outside.finest or 0.0) <= ALPHA:
+    if outside.p_value is not None and inside.p_value is not None and (outside.smallest_p_value or 0.0) <= ALPHA:
         figures["false_alarms/clean"] = 1 - float(inside.accept(ALPHA).double().mean())
         figures[f"rejected/{ood}"] = 1 - float(outside.accept(ALPHA).double().mean())
     return figures

@@ -34,7 +34,7 @@ from afield.prediction.prediction import Prediction
 CONFIG, LOG, CHECKPOINT, MODEL = "config.toml", "log.jsonl", "checkpoint.pt", "model.safetensors"
 PREDICTIONS, ENVIRONMENT, METRICS = "predictions.npz", "environment.json", "metrics.json"
 _FIELDS = ("logits", "variance", "probs", "p_value")
-_SCALARS = ("noise", "finest")
+_SCALARS = ("noise", "smallest_p_value")
 
 
 @dataclass(frozen=True)

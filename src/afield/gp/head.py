@@ -244,8 +244,8 @@ class GaussianProcessHead(nn.Module):
             prediction = Prediction(logits, variance, probs, members, h, likelihood=self.likelihood)
         if not self.calibrated:
             return prediction
-        p_value, finest = conformal_p_value(prediction.score(), self.reference)
-        return dataclasses.replace(prediction, p_value=p_value, finest=finest)
+        p_value, smallest_p_value = conformal_p_value(prediction.score(), self.reference)
+        return dataclasses.replace(prediction, p_value=p_value, smallest_p_value=smallest_p_value)
 
     @property
     def calibrated(self) -> bool:

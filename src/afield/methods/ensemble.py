@@ -61,11 +61,11 @@ def ensemble(method: Method, size: int | None = None) -> Method:
 def combine(predictions: Sequence[Prediction]) -> Prediction:
     """The members' predictions as one; without hidden vectors, which members do not share."""
     p_value = mean_of([p.p_value for p in predictions])
-    finest = max(p.finest or 0.0 for p in predictions)
+    smallest_p_value = max(p.smallest_p_value or 0.0 for p in predictions)
     if p_value is None or len(predictions) == 1:
-        return dataclasses.replace(average(predictions), p_value=p_value, finest=finest or None)
+        return dataclasses.replace(average(predictions), p_value=p_value, smallest_p_value=smallest_p_value or None)
     p_value = (2 * p_value).clamp_max(1)
-    return dataclasses.replace(average(predictions), p_value=p_value, finest=min(1.0, 2 * finest))
+    return dataclasses.replace(average(predictions), p_value=p_value, smallest_p_value=min(1.0, 2 * smallest_p_value))
 
 
 def _members(model: nn.Module) -> Iterator[nn.Module]:

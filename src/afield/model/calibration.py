@@ -67,7 +67,7 @@ class Calibration:
     num_reference: int
 
     @property
-    def finest(self) -> float:
+    def smallest_p_value(self) -> float:
         """The smallest p-value there can be, hence the smallest useful alpha."""
         return 1 / (self.num_reference + 1)
 

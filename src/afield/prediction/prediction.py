@@ -24,7 +24,7 @@ class Prediction:
     features  (N, d)     hidden vectors, or None
     p_value   (N,)       conformal p-value of "this is in-domain", or None until calibrated
     noise                variance of the observation noise (gaussian), or None
-    finest               the smallest p-value there can be, 1 / (held-out examples + 1); None until calibrated
+    smallest_p_value               the smallest p-value there can be, 1 / (held-out examples + 1); None until calibrated
     """
 
     logits: Tensor
@@ -34,7 +34,7 @@ class Prediction:
     features: Tensor | None = None
     p_value: Tensor | None = None
     noise: float | None = None
-    finest: float | None = None
+    smallest_p_value: float | None = None
     likelihood: str = "categorical"
 
     def __len__(self) -> int:
@@ -67,10 +67,11 @@ class Prediction:
         parts = [p._tensors() for p in predictions]
         if any(p.keys() != parts[0].keys() for p in parts):
             raise ValueError(f"Cannot join predictions with different fields: {[sorted(p) for p in parts]}.")
-        kinds = {(p.likelihood, p.noise, p.finest) for p in predictions}
+        kinds = {(p.likelihood, p.noise, p.smallest_p_value) for p in predictions}
         if len(kinds) > 1:
             raise ValueError(
-                f"Cannot join predictions of different (likelihood, noise, finest): {sorted(map(str, kinds))}."
+                f"Cannot join predictions of different likelihood, noise or smallest p-value: "
+                f"{sorted(map(str, kinds))}."
             )
         joined = {n: torch.cat([p[n] for p in parts], dim=1 if n == "members" else 0) for n in parts[0]}
         return dataclasses.replace(predictions[0], **joined)  # type: ignore[arg-type]
@@ -123,10 +124,10 @@ class Prediction:
             raise ValueError(f"alpha must lie strictly between 0 and 1, got {alpha}.")
         p_value = self._need("p_value", "accept", "Call afield.calibrate(model, held_out_loader) first, and again "
                              "after any change of the posterior.")  # fmt: skip
-        if self.finest is not None and alpha < self.finest:
+        if self.smallest_p_value is not None and alpha < self.smallest_p_value:
             raise ValueError(
                 f"alpha = {alpha:g} is finer than the held-out data can tell: the smallest p-value is "
-                f"{self.finest:g}, so nothing would ever be rejected. Calibrate on at least "
+                f"{self.smallest_p_value:g}, so nothing would ever be rejected. Calibrate on at least "
                 f"{math.ceil(1 / alpha) - 1} reference examples, or use a larger alpha."
             )
         return p_value > alpha
