@@ -98,3 +98,9 @@ def test_every_registry_answers_a_truncated_name_with_the_full_one(registry):
     for name in registry:
         with pytest.raises(UnknownName, match=f"Unknown {registry.kind} .*Did you mean .*'{name}'"):
             registry[name[:-1]]
+
+
+def test_check_returns_a_known_name_and_refuses_others(shapes):
+    assert shapes.check("square") == "square"
+    with pytest.raises(UnknownName, match="Did you mean 'square'"):
+        shapes.check("sqare")

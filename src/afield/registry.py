@@ -27,12 +27,16 @@ class Registry(MutableMapping[str, T]):
         self.kind = kind
         self._entries: dict[str, T] = dict(entries)
 
-    def __getitem__(self, name: str) -> T:
+    def check(self, name: str) -> str:
+        """The name itself, if it is known; an error that lists the known ones otherwise."""
         if name in self._entries:
-            return self._entries[name]
+            return name
         close = difflib.get_close_matches(str(name), self._entries, n=2)
         hint = f" Did you mean {' or '.join(map(repr, close))}?" if close else ""
         raise UnknownName(f"Unknown {self.kind} {name!r}.{hint} Known: {', '.join(self._entries)}.")
+
+    def __getitem__(self, name: str) -> T:
+        return self._entries[self.check(name)]
 
     def __setitem__(self, name: str, value: T) -> None:
         if name in self._entries:
@@ -40,8 +44,7 @@ class Registry(MutableMapping[str, T]):
         self._entries[name] = value
 
     def __delitem__(self, name: str) -> None:
-        self[name]
-        del self._entries[name]
+        del self._entries[self.check(name)]
 
     def __contains__(self, name: object) -> bool:
         return name in self._entries

@@ -73,7 +73,7 @@ class Train:
 
     def run(self) -> None:
         config = Config(self.task, self.method, self.seed, self.data_seed, self.preset, self.settings)
-        METHODS[config.method]
+        METHODS.check(config.method)
         TASKS[config.task].settings_for(config.preset)
         processes = Processes.of(self.devices, self.num_nodes, self.strategy, self.accelerator)
         if not processes.alone:

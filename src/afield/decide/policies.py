@@ -206,7 +206,7 @@ def _with_threshold(
             f"afield.policy(model.predict(x){', y' * (goal == 'risk')}, {goal}=...)."
         )
     score = score or ("variance" if prediction.probs is None else "max_probability")
-    SCORES[score]
+    SCORES.check(score)
     rule = replace(rule, score=score)
     doubt = rule.doubt(prediction)
     if bool(doubt.isnan().any()):

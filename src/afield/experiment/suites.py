@@ -52,7 +52,7 @@ class Suite:
     ) -> list[Config]:
         """All runs of the suite; `methods`, `seeds` and `precision` in the place of its own and of its tasks'."""
         for name in methods or ():
-            METHODS[name]
+            METHODS.check(name)
         count = self.seeds[preset] if seeds is None else seeds
         if count < 1:
             raise ValueError(f"A suite needs at least one seed, got {count}.")

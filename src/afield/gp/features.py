@@ -139,7 +139,7 @@ class RandomFeatures(nn.Module):
             if value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}.")
         if normalize_input is not None:
-            NORMALIZERS[normalize_input]
+            NORMALIZERS.check(normalize_input)
         self.in_features, self.num_random_features = in_features, num_random_features
         self.kernel, self.normalize_input = kernel, normalize_input
         self.fraction, self.grow = fraction, grow

@@ -222,7 +222,7 @@ class GaussianProcessHead(nn.Module):
         generator: torch.Generator | None = None,
     ) -> Prediction:
         """The `Prediction` for hidden vectors h; its logits are s f, s the calibrated logit scale."""
-        PREDICTIVES[predictive]
+        PREDICTIVES.check(predictive)
         return self.prediction(*self.posterior(h), h, predictive, num_samples, generator)
 
     def prediction(

@@ -50,7 +50,7 @@ BLOCK = 256  # rows of a triangle that are multiplied at once: enough for a matr
 
 def choose_curvature(curvature: str, likelihood: str, covariance: str) -> str:
     """Resolve "auto": unit for shared classification, where the evidence favours it; the likelihood's otherwise."""
-    CURVATURES[likelihood]
+    CURVATURES.check(likelihood)
     if curvature not in CURVATURE_CHOICES:
         raise ValueError(f"curvature must be one of {', '.join(CURVATURE_CHOICES)}, got {curvature!r}.")
     if curvature != "auto":
