@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from afield.experiment import one_run, run_folder
 from afield.experiment.config import Config
-from afield.experiment.evaluation import fit_scores, judge, scored
+from afield.experiment.evaluation import evaluate, fit_scores, scored
 from afield.experiment.many_runs import plan, run_all
 from afield.experiment.one_run import read_log, run
 from afield.experiment.suites import SUITES
@@ -129,7 +129,7 @@ def test_a_run_stopped_anywhere_ends_as_if_it_had_not_been(made: run_folder.Run,
     with pytest.raises(ValueError, match=r"is not a finished run: it has no metrics\.json"):
         run_folder.read(folder)
     with monkeypatch.context() as patch:
-        patch.setattr(one_run, "judge", stop)
+        patch.setattr(one_run, "evaluate", stop)
         with pytest.raises(KeyboardInterrupt):
             run(config(), tmp_path)
     assert (folder / "model.safetensors").is_file()
@@ -395,7 +395,7 @@ def test_shifted_sets_of_one_name_are_averaged(generator: torch.Generator):
 
     predictions = {"val": guess(task.val), "test": guess(task.test)}
     predictions |= {f"shifted/{name}": guess(data) for name, data in shifted.items()}
-    figures = judge(task, predictions)
+    figures = evaluate(task, predictions)
     each = [METRICS["nll"](predictions[f"shifted/{n}"], shifted[n].tensors[1]) for n in shifted]
     assert figures["nll/corrupted"] == pytest.approx((each[0] + each[1]) / 2)
     assert figures["nll/new"] == pytest.approx(each[2])

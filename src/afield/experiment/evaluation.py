@@ -31,7 +31,7 @@ ALPHA = 0.05
 Predict = Callable[[Any], Prediction]
 
 
-def judge(
+def evaluate(
     task: Task, predictions: Mapping[str, Prediction], fitted: Mapping[str, FittedScore] | None = None
 ) -> dict[str, float]:
     """The figures of predictions by part: val, test, shifted/NAME, ood/NAME; of val alone, if that is all there is."""

@@ -29,7 +29,7 @@ from torch.utils.data import Dataset, TensorDataset
 from afield.experiment import run_folder
 from afield.experiment.config import Config, folders_of
 from afield.experiment.distributed import first, in_order, rank_of, watched
-from afield.experiment.evaluation import fit_scores, judge, targets
+from afield.experiment.evaluation import evaluate, fit_scores, targets
 from afield.experiment.run_folder import Run
 from afield.experiment.training import batches, fit
 from afield.methods import METHODS, Method
@@ -176,7 +176,7 @@ def _single(config: Config, out: Path, task: Task, on_epoch: OnEpoch, fabric: "F
             deque(seen, maxlen=0)  # where there is nothing to fit: the other processes go on to the end
     if not predictions:
         return None
-    figures = judge(task, predictions, fitted)
+    figures = evaluate(task, predictions, fitted)
     features = {
         f"{name}/features": p.features[run_folder.spread(len(p), _DRAWN)].half()
         for name, p in predictions.items()
@@ -248,7 +248,7 @@ def _assembled(config: Config, out: Path, task: Task, on_epoch: OnEpoch, fabric:
         for part in parts_of(task, blind=config.blind)
     }
     cost = {name: sum(member.cost[name] for member in made) for name in made[0].cost}
-    return predictions, {}, judge(task, predictions), cost
+    return predictions, {}, evaluate(task, predictions), cost
 
 
 def _resized(folder: Path, config: Config) -> bool:
