@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from afield.experiment import one_run, run_folder
 from afield.experiment.config import Config
-from afield.experiment.evaluation import evaluate, fit_scores, scored
+from afield.experiment.evaluation import evaluate, fit_scores, score_both
 from afield.experiment.many_runs import plan, run_all
 from afield.experiment.one_run import read_log, run
 from afield.experiment.suites import SUITES
@@ -403,7 +403,7 @@ def test_shifted_sets_of_one_name_are_averaged(generator: torch.Generator):
 
 def test_scores_that_lack_their_fields_are_left_out(generator: torch.Generator):
     logits = torch.randn(20, 3, generator=generator)
-    found = scored(Prediction(logits, probs=logits.softmax(1)), Prediction(logits, probs=logits.softmax(1)), {})
+    found = score_both(Prediction(logits, probs=logits.softmax(1)), Prediction(logits, probs=logits.softmax(1)), {})
     assert set(found) == {"max_probability", "max_logit", "entropy", "energy", "dempster_shafer"}
 
 

@@ -27,7 +27,7 @@ from afield.cli.progress import run_watched
 from afield.errors import Diverged
 from afield.experiment import one_run, run_folder
 from afield.experiment.config import Config
-from afield.experiment.evaluation import on_targets, targets
+from afield.experiment.evaluation import evaluate_targets, targets
 from afield.experiment.training import batches
 from afield.model.calibration import calibrate
 from afield.model.sngp_model import SNGP
@@ -180,7 +180,7 @@ def _judge(study: Any, changes: Changes, folder: Path, amplitudes: Sequence[floa
         return
     for amplitude in wanted:
         calibrate(model, batches(task.val), amplitude=amplitude, progress=False)
-        figures = on_targets(one_run.predict(method, model, task.val), targets(task.val), "val", task.scale)
+        figures = evaluate_targets(one_run.predict(method, model, task.val), targets(task.val), "val", task.scale)
         study.add_trial(
             _recorded(Trial(changes, amplitude, figures["nll/val"], figures["accuracy/val"], len(task.val)))
         )

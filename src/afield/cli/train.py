@@ -17,7 +17,7 @@ from torch.utils.data import TensorDataset
 from afield.cli.progress import run_watched
 from afield.experiment import one_run, run_folder
 from afield.experiment.config import Config
-from afield.experiment.evaluation import evaluate, on_ood
+from afield.experiment.evaluation import evaluate, evaluate_ood
 from afield.experiment.launch import Processes, launch
 from afield.experiment.run_folder import Run
 from afield.methods import METHODS
@@ -146,7 +146,7 @@ class Evaluate:
         predictions = {name: one_run.predict(method, model, data) for name, data in track(parts.items(), "parts")}
         figures = evaluate(task, predictions)
         for file in self.ood:
-            figures |= on_ood(predictions["test"], predictions[f"ood/{file.stem}"], file.stem, {})
+            figures |= evaluate_ood(predictions["test"], predictions[f"ood/{file.stem}"], file.stem, {})
         show(dataclasses.replace(finished, metrics=figures), Console(), everything=self.all)
 
 

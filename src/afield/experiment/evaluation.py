@@ -35,7 +35,7 @@ def evaluate(
     task: Task, predictions: Mapping[str, Prediction], fitted: Mapping[str, FittedScore] | None = None
 ) -> dict[str, float]:
     """The figures of predictions by part: val, test, shifted/NAME, ood/NAME; of val alone, if that is all there is."""
-    figures = on_targets(predictions["val"], targets(task.val), "val", task.scale)
+    figures = evaluate_targets(predictions["val"], targets(task.val), "val", task.scale)
     if "test" in predictions:
         figures |= _on_test(task, predictions, fitted or {})
     return {name: value for name, value in figures.items() if math.isfinite(value)}  # no rank without a spread
@@ -43,21 +43,21 @@ def evaluate(
 
 def _on_test(task: Task, predictions: Mapping[str, Prediction], fitted: Mapping[str, FittedScore]) -> dict[str, float]:
     """The figures of all parts but val."""
-    figures = on_targets(predictions["test"], targets(task.test), "clean", task.scale)
+    figures = evaluate_targets(predictions["test"], targets(task.test), "clean", task.scale)
     groups: dict[str, list[dict[str, float]]] = defaultdict(list)
     for name, data in task.shifted.items():
         group = name.split("/")[0]
-        groups[group].append(on_targets(predictions[f"shifted/{name}"], targets(data), group, task.scale))
+        groups[group].append(evaluate_targets(predictions[f"shifted/{name}"], targets(data), group, task.scale))
     for sets in groups.values():
         figures |= {name: fmean(each[name] for each in sets) for name in sets[0]}
     for name in task.ood:
-        figures |= on_ood(predictions["test"], predictions[f"ood/{name}"], name, fitted)
+        figures |= evaluate_ood(predictions["test"], predictions[f"ood/{name}"], name, fitted)
     if task.grid is not None and task.ood:
         figures["spearman/distance"] = _follows_distance(task, predictions)
     return figures
 
 
-def on_targets(prediction: Prediction, target: Tensor, part: str, scale: float = 1.0) -> dict[str, float]:
+def evaluate_targets(prediction: Prediction, target: Tensor, part: str, scale: float = 1.0) -> dict[str, float]:
     """Every metric of the task's kind on one labelled part; real targets count in units of 1 / scale."""
     if prediction.likelihood == "gaussian" and scale != 1:
         prediction, target = _in_units(prediction, scale), target.double() * scale
@@ -72,11 +72,13 @@ def _in_units(prediction: Prediction, scale: float) -> Prediction:
     return replace(prediction, logits=prediction.logits.double() * scale, variance=variance, noise=noise)
 
 
-def on_ood(inside: Prediction, outside: Prediction, ood: str, fitted: Mapping[str, FittedScore]) -> dict[str, float]:
+def evaluate_ood(
+    inside: Prediction, outside: Prediction, ood: str, fitted: Mapping[str, FittedScore]
+) -> dict[str, float]:
     """Every OOD metric of every score that these predictions have."""
     figures: dict[str, float] = {}
     default = "variance" if inside.probs is None else "max_probability"
-    for score, (a, b) in scored(inside, outside, fitted).items():
+    for score, (a, b) in score_both(inside, outside, fitted).items():
         for name, metric in OOD_METRICS.items():
             value = metric(a, b)
             figures[f"{name}/{ood}/{score}"] = value
@@ -90,7 +92,7 @@ def on_ood(inside: Prediction, outside: Prediction, ood: str, fitted: Mapping[st
     return figures
 
 
-def scored(
+def score_both(
     inside: Prediction, outside: Prediction, fitted: Mapping[str, FittedScore]
 ) -> dict[str, tuple[Tensor, Tensor]]:
     """In-domain and OOD scores by name; a score is left out where the predictions lack what it reads."""
