@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from itertools import combinations
 
 import numpy as np
 import pytest
@@ -205,6 +206,22 @@ def test_certain_probabilities_have_zero_entropy() -> None:
 def test_a_missing_field_is_named(name: str, field: str) -> None:
     with pytest.raises(ValueError, match=f"This score needs {field}, which the prediction lacks. Use another score"):
         SCORES[name](Prediction(normal(5, 2)))
+
+
+FIELDS = ("variance", "probs", "members")
+
+
+@pytest.mark.parametrize("name", SCORES)
+@pytest.mark.parametrize("sign", [-1, 1])
+@pytest.mark.parametrize("present", [c for r in range(4) for c in combinations(FIELDS, r)])
+def test_a_score_applies_exactly_where_calling_it_is_no_error(name: str, sign: int, present: tuple[str, ...]) -> None:
+    whole = example()
+    p = Prediction(sign * whole.logits, **{field: getattr(whole, field) for field in present})
+    if SCORES[name].applies(p):
+        assert SCORES[name](p).shape == (len(p),)
+    else:
+        with pytest.raises(ValueError, match="needs"):
+            SCORES[name](p)
 
 
 @pytest.mark.parametrize("name", ["max_logit", "energy", "dempster_shafer"])
@@ -535,6 +552,14 @@ def test_fitted_scores_say_what_is_missing(name: str) -> None:
         FITTED[name](0, K)
 
 
+@every_fitted
+def test_fitted_scores_apply_to_features_of_their_form_alone(name: str) -> None:
+    score = fitted(name, data())
+    assert score.applies(of(normal(5, D)))
+    for lacking in (Prediction(normal(5, 2)), of(normal(5, D + 1)), of(normal(5, D) * math.nan)):
+        assert not score.applies(lacking)
+
+
 @gaussians
 @pytest.mark.parametrize(
     ("target", "message"),
@@ -564,8 +589,9 @@ def test_options_of_the_fitted_scores_are_checked() -> None:
         neighbours(normal(2, D), k=3).score(of(normal(1, D)))
 
 
-def test_features_without_any_spread_have_no_covariance() -> None:
+def test_features_that_equal_their_class_mean_have_no_covariance() -> None:
     score = Mahalanobis(D, K)
     score.update(normal(3, D), torch.arange(3))
+    assert not score.applies(of(normal(1, D)))
     with pytest.raises(ValueError, match=r"equal the mean of their class \(3 examples, 3 classes\)"):
         score.score(of(normal(1, D)))

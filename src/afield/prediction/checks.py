@@ -1,20 +1,27 @@
-"""Checks that scores, metrics and policies share: features and class labels of the right shape, or an error."""
+"""Checks of features and class labels, shared by scores, metrics and policies."""
 
 import torch
 from torch import Tensor
 
 
 def check_features(features: Tensor, num_features: int) -> Tensor:
-    """Features (N, d), finite, or an error."""
-    if features.dim() != 2 or features.shape[1] != num_features:
-        raise ValueError(f"Expected features of shape (batch, {num_features}), got {tuple(features.shape)}.")
-    if not bool(torch.isfinite(features).all()):
-        raise ValueError("Features must be finite, got NaN or infinity.")
+    """Return the features if they have the shape (N, d) and are finite; raise an error otherwise."""
+    if problem := features_problem(features, num_features):
+        raise ValueError(problem)
     return features.detach()
 
 
+def features_problem(features: Tensor, num_features: int) -> str | None:
+    """What is wrong with features that should be finite and of shape (N, d); None if nothing is."""
+    if features.dim() != 2 or features.shape[1] != num_features:
+        return f"Expected features of shape (batch, {num_features}), got {tuple(features.shape)}."
+    if not bool(torch.isfinite(features).all()):
+        return "Features must be finite, got NaN or infinity."
+    return None
+
+
 def check_labels(target: Tensor, num_examples: int, num_classes: int) -> Tensor:
-    """Class indices (N,) from 0 to K - 1, or an error."""
+    """Return class indices (N,) from 0 to K - 1 as integers; raise an error if the target holds anything else."""
     target = target.reshape(-1) if target.dim() == 2 and target.shape[1] == 1 else target
     whole = target.long()
     if target.shape != (num_examples,) or bool((whole != target).any()):

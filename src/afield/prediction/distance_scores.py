@@ -10,7 +10,8 @@ with D(h, m; S) = (h - m)^T (S + j I)^-1 (h - m). The jitter j, a small part of 
 dead ReLUs, which make both covariances singular. It is *one* number: where no training feature varies, the two
 distances of relative_mahalanobis are then equal and cancel.
 
-Fitted scores are accumulators: `reset`, `update` with batches, `merge`, then `score` a `Prediction` by its features.
+Fitted scores are accumulators: `reset`, `update` with batches, `merge`, then `score` a `Prediction` by its features;
+`applies` says whether it has features that can be scored.
 Memory does not grow with n. The Gaussians keep n_k, m_k and n S, K d + d^2 numbers in float64, joined by Chan's
 update, which does not cancel digits as raw second moments would. The neighbours are a random sample of bounded size,
 drawn by a seeded hash of the features. So order, batches and processes do not matter: merged parts are the whole.
@@ -24,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from afield.errors import NotFitted
-from afield.prediction.checks import check_features, check_labels
+from afield.prediction.checks import check_features, check_labels, features_problem
 from afield.prediction.prediction import Prediction
 from afield.registry import Registry
 
@@ -32,13 +33,15 @@ _CHUNK = 1024  # examples scored at a time: (1024, K) and (1024, reservoir) dist
 
 
 class FittedScore(Protocol):
-    """A score that reads training features (N, d) and their classes (N,) before it can judge a prediction."""
+    """A score that is fitted to training features (N, d) and their classes (N,) before it can score a prediction."""
 
     def reset(self) -> None: ...
 
     def update(self, features: Tensor, target: Tensor) -> None: ...
 
     def merge(self, other: Self) -> None: ...
+
+    def applies(self, prediction: Prediction) -> bool: ...
 
     def score(self, prediction: Prediction) -> Tensor: ...
 
@@ -95,6 +98,10 @@ class Mahalanobis:
         classes = other.count.nonzero().flatten()
         parts = (classes, other.count[classes], other.mean[classes], other.scatter)
         self._join(*(part.to(self.mean.device) for part in parts))
+
+    def applies(self, prediction: Prediction) -> bool:
+        """Whether the prediction has features of the right form, and the training features a covariance."""
+        return _has_features(prediction, self.num_features) and bool(self.scatter.trace())
 
     @torch.no_grad()
     def score(self, prediction: Prediction) -> Tensor:
@@ -190,6 +197,10 @@ class NearestNeighbors:
             raise ValueError(f"Cannot merge samples of (features, reservoir, seed) {mine} and {theirs}.")
         self._join(other.features.to(self.features), other.keys.to(self.keys), other.num_seen)
 
+    def applies(self, prediction: Prediction) -> bool:
+        """Whether the prediction has features of the right form."""
+        return _has_features(prediction, self.num_features)
+
     @torch.no_grad()
     def score(self, prediction: Prediction) -> Tensor:
         """The distance (N,) of each example's features, between 0 and 2."""
@@ -221,6 +232,10 @@ FITTED: Registry[Callable[[int, int], FittedScore]] = Registry(
     knn=NearestNeighbors,
 )
 """(num_features, num_classes) -> an empty accumulator."""
+
+
+def _has_features(prediction: Prediction, num_features: int) -> bool:
+    return prediction.features is not None and features_problem(prediction.features, num_features) is None
 
 
 def _features(prediction: Prediction, num_features: int) -> Tensor:

@@ -49,27 +49,32 @@ Metric = Callable[[Prediction, Tensor], float]
 
 
 def accuracy(prediction: Prediction, target: Tensor) -> float:
+    """The fraction of examples whose most probable class is right."""
     _, right = _confidence(prediction, target)
     return float(right.mean())
 
 
 def nll(prediction: Prediction, target: Tensor) -> float:
+    """The mean negative log-likelihood of the right classes."""
     probs, target = _classes(prediction, target)
     p = probs.gather(1, target[:, None])
     return float(-p.clamp_min(torch.finfo(torch.float32).tiny).log().mean())
 
 
 def brier(prediction: Prediction, target: Tensor) -> float:
+    """The mean squared distance between the probabilities and the right class, one-hot."""
     probs, target = _classes(prediction, target)
     truth = torch.zeros_like(probs).scatter_(1, target[:, None], 1.0)
     return float((probs - truth).square().sum(1).mean())
 
 
 def ece(prediction: Prediction, target: Tensor) -> float:
+    """The expected calibration error over bins of equal width."""
     return _calibration_error(*_confidence(prediction, target))
 
 
 def adaptive_ece(prediction: Prediction, target: Tensor) -> float:
+    """The expected calibration error over bins with equally many examples."""
     confidence, right = _confidence(prediction, target)
     # Equal confidences share their gaps, so that an edge between two bins may cut them anywhere.
     values, group, size = confidence.unique(return_inverse=True, return_counts=True)
@@ -79,16 +84,19 @@ def adaptive_ece(prediction: Prediction, target: Tensor) -> float:
 
 
 def classwise_ece(prediction: Prediction, target: Tensor) -> float:
+    """The expected calibration error of each class's probability, averaged over the classes."""
     probs, target = _classes(prediction, target)
     errors = [_calibration_error(p, (target == k).double()) for k, p in enumerate(probs.unbind(1))]
     return sum(errors) / len(errors)
 
 
 def aurc(prediction: Prediction, target: Tensor) -> float:
+    """The area under the risk-coverage curve."""
     return _risk_coverage(prediction, target).area
 
 
 def coverage_at_risk(prediction: Prediction, target: Tensor, risk: float = 0.01) -> float:
+    """The largest coverage whose error rate is at most `risk`."""
     return _risk_coverage(prediction, target).coverage_at(risk)
 
 
@@ -106,15 +114,18 @@ METRICS: Registry[Metric] = Registry(
 
 
 def rmse(prediction: Prediction, target: Tensor) -> float:
+    """The root mean squared error of the predicted mean."""
     return math.sqrt(float((_numbers(prediction, target) - prediction.mean.double()).square().mean()))
 
 
 def gaussian_nll(prediction: Prediction, target: Tensor) -> float:
+    """The mean negative log-likelihood of the targets, summed over the outputs."""
     z, std = _standardize(prediction, target)
     return float((0.5 * z.square() + std.log() + 0.5 * math.log(2 * math.pi)).sum(1).mean())
 
 
 def crps(prediction: Prediction, target: Tensor) -> float:
+    """The continuous ranked probability score, averaged over examples and outputs."""
     z, std = _standardize(prediction, target)
     density = torch.exp(-0.5 * z.square()) / math.sqrt(2 * math.pi)
     # 2 Phi(z) - 1 = erf(z / sqrt(2))
@@ -122,6 +133,7 @@ def crps(prediction: Prediction, target: Tensor) -> float:
 
 
 def interval_coverage(prediction: Prediction, target: Tensor, level: float = 0.95) -> float:
+    """The fraction of targets inside the central interval of probability `level`."""
     z, _ = _standardize(prediction, target)
     if not 0 < level < 1:
         raise ValueError(f"level must lie strictly between 0 and 1, got {level}.")
@@ -135,26 +147,29 @@ REGRESSION_METRICS: Registry[Metric] = Registry(
 
 
 def auroc(in_domain: Tensor, ood: Tensor) -> float:
-    """The Mann-Whitney statistic of scores (n,) and (m,)."""
-    in_domain, ood = _sides(in_domain, ood)
+    """The area under the ROC curve of scores (n,) and (m,): the Mann-Whitney statistic."""
+    in_domain, ood = _check_scores(in_domain, ood)
     below = torch.searchsorted(in_domain, ood, right=False)
     upto = torch.searchsorted(in_domain, ood, right=True)
     return float((below + upto).double().mean() / (2 * in_domain.numel()))
 
 
 def aupr(in_domain: Tensor, ood: Tensor) -> float:
-    in_domain, ood = _sides(in_domain, ood)
+    """The average precision with OOD as the positive class."""
+    in_domain, ood = _check_scores(in_domain, ood)
     false, true = _flagged(in_domain, ood)
     recall = true.double() / ood.numel()
     return float((recall.diff(prepend=recall.new_zeros(1)) * true / (true + false)).sum())
 
 
 def aupr_in(in_domain: Tensor, ood: Tensor) -> float:
+    """The average precision with in-domain as the positive class."""
     return aupr(-ood, -in_domain)
 
 
 def fpr95(in_domain: Tensor, ood: Tensor) -> float:
-    in_domain, ood = _sides(in_domain, ood)
+    """The false positive rate at a true positive rate of 95%."""
+    in_domain, ood = _check_scores(in_domain, ood)
     false, true = _flagged(in_domain, ood)
     enough = 20 * true >= 19 * ood.numel()  # in whole numbers: 0.95 has no exact float
     return int(false[enough][0]) / in_domain.numel()
@@ -172,11 +187,11 @@ HIGHER_IS_BETTER: Mapping[str, bool | None] = MappingProxyType(
         "interval_coverage": None,
     }
 )
-"""For the names of all three registries; None where the best value is neither: a coverage is best at its level."""
+"""Whether higher is better, for the names of all three registries. None: an interval coverage is best at its level."""
 
 
 def _classes(prediction: Prediction, target: Tensor) -> tuple[Tensor, Tensor]:
-    """Probabilities (N, C) in float64 and class indices (N,), or an error."""
+    """Return probabilities (N, C) in float64 and class indices (N,), checked."""
     probs = prediction.probs
     if probs is None:
         raise ValueError(
@@ -191,12 +206,13 @@ def _classes(prediction: Prediction, target: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _confidence(prediction: Prediction, target: Tensor) -> tuple[Tensor, Tensor]:
-    """The largest probability (N,), and 1.0 where its class is right (N,)."""
+    """Return the largest probability (N,), and 1.0 where its class is right (N,)."""
     probs, target = _classes(prediction, target)
     return probs.amax(1), (prediction.labels == target).double()
 
 
 def _calibration_error(confidence: Tensor, right: Tensor) -> float:
+    """The gap between confidence and accuracy, averaged over bins of equal width."""
     # Bins (i / 15, (i + 1) / 15]: a confidence of exactly 1 counts, in the last one.
     bins = (confidence * NUM_BINS).ceil().long().clamp(1, NUM_BINS) - 1
     gap = confidence.new_zeros(NUM_BINS).index_add_(0, bins, right - confidence)
@@ -204,16 +220,13 @@ def _calibration_error(confidence: Tensor, right: Tensor) -> float:
 
 
 def _risk_coverage(prediction: Prediction, target: Tensor) -> RiskCoverage:
-    """By 1 - confidence; among ties errors come first, so that the curve does not depend on the order of examples."""
+    """The curve by 1 - confidence."""
     _, target = _classes(prediction, target)
-    doubt = max_probability(prediction)
-    right = prediction.labels == target
-    errors_first = right.long().argsort(stable=True)
-    return risk_coverage(doubt[errors_first], right[errors_first])
+    return risk_coverage(max_probability(prediction), prediction.labels == target, errors_first=True)
 
 
 def _numbers(prediction: Prediction, target: Tensor) -> Tensor:
-    """Targets (N, K) in float64 for a gaussian prediction, or an error."""
+    """Return the targets (N, K) of a gaussian prediction in float64, checked."""
     if prediction.likelihood != "gaussian":
         raise ValueError(f"This metric expects a gaussian prediction, got a {prediction.likelihood} one. See METRICS.")
     if not len(prediction):
@@ -228,7 +241,7 @@ def _numbers(prediction: Prediction, target: Tensor) -> Tensor:
 
 
 def _standardize(prediction: Prediction, target: Tensor) -> tuple[Tensor, Tensor]:
-    """z = (y - m) / s and s, both (N, K) in float64."""
+    """Return z = (y - m) / s and s, both (N, K) in float64."""
     target = _numbers(prediction, target)
     for field in ("variance", "noise"):
         if getattr(prediction, field) is None:
@@ -239,8 +252,8 @@ def _standardize(prediction: Prediction, target: Tensor) -> tuple[Tensor, Tensor
     return (target - prediction.mean) / prediction.std, prediction.std
 
 
-def _sides(in_domain: Tensor, ood: Tensor) -> tuple[Tensor, Tensor]:
-    """Both scores in float64, sorted, or an error."""
+def _check_scores(in_domain: Tensor, ood: Tensor) -> tuple[Tensor, Tensor]:
+    """Return both scores in float64, checked and sorted."""
     if in_domain.dim() != 1 or ood.dim() != 1:
         raise ValueError(
             f"Expected scores of shape (n,) and (m,), got {tuple(in_domain.shape)} and {tuple(ood.shape)}."
@@ -253,7 +266,7 @@ def _sides(in_domain: Tensor, ood: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _flagged(in_domain: Tensor, ood: Tensor) -> tuple[Tensor, Tensor]:
-    """How many of each side (T,) score at least t, for every threshold t from the highest score down."""
+    """Return how many of each side (T,) score at least t, for every threshold t from the highest score down."""
     thresholds = torch.cat([in_domain, ood]).unique().flip(0)
     below = torch.searchsorted(in_domain, thresholds), torch.searchsorted(ood, thresholds)
     return in_domain.numel() - below[0], ood.numel() - below[1]

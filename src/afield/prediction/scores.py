@@ -9,11 +9,13 @@ variance              v, averaged over the classes where there is one per class
 mutual_information    entropy of the mean of the members - mean entropy of the members
 min_distance          min_k d_k, of a model whose logits are minus its distances d to prototypes (IsoMax+)
 
-These are pure functions. Scores that see the training features first stand in `afield.distance_scores`.
+Each is a pure function of a `Prediction`; its line in `SCORES` says which fields it needs. Scores that are fitted to
+training features first are in `afield.distance_scores`.
 """
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -21,28 +23,51 @@ from torch import Tensor
 from afield.prediction.prediction import Prediction
 from afield.registry import Registry
 
-Score = Callable[[Prediction], Tensor]
+
+@dataclass(frozen=True)
+class Score:
+    """A function of predictions, and what it needs of them. Call it like the function.
+
+    needs     names of fields of `Prediction` that must not be None
+    suitable  whether the values of a prediction have a meaning for this score
+    """
+
+    function: Callable[[Prediction], Tensor]
+    needs: tuple[str, ...] = ()
+    suitable: Callable[[Prediction], bool] = lambda prediction: True
+
+    def __call__(self, prediction: Prediction) -> Tensor:
+        return self.function(prediction)
+
+    def applies(self, prediction: Prediction) -> bool:
+        """Whether the prediction has what this score needs. Calling the score is an error where it has not."""
+        return all(getattr(prediction, field) is not None for field in self.needs) and self.suitable(prediction)
 
 
 def max_probability(prediction: Prediction) -> Tensor:
+    """One minus the largest probability."""
     probs = _need(prediction, "probs")
     # The sum of the others: 1 - max would have no digits left where the model is sure.
     return probs.scatter(-1, probs.argmax(-1, keepdim=True), 0.0).sum(-1)
 
 
 def max_logit(prediction: Prediction) -> Tensor:
+    """Minus the largest logit."""
     return -_symmetric(prediction.logits).amax(-1)
 
 
 def entropy(prediction: Prediction) -> Tensor:
+    """The entropy of the class probabilities."""
     return _entropy(_need(prediction, "probs"))
 
 
 def energy(prediction: Prediction) -> Tensor:
+    """Minus the log of the sum of the exponentials of the logits."""
     return -torch.logsumexp(_symmetric(prediction.logits), dim=-1)
 
 
 def dempster_shafer(prediction: Prediction) -> Tensor:
+    """The Dempster-Shafer uncertainty of the mean-field logits; without a variance, of the logits themselves."""
     logits = _symmetric(prediction.adjusted_logits())
     # Softmax leaves the common level of the logits free, and a network trained elsewhere may have any.
     evidence = torch.logsumexp(logits - logits.mean(-1, keepdim=True), dim=-1)
@@ -50,31 +75,39 @@ def dempster_shafer(prediction: Prediction) -> Tensor:
 
 
 def variance(prediction: Prediction) -> Tensor:
+    """The posterior variance, averaged over the outputs where each has its own."""
     v = _need(prediction, "variance")
     return v if v.dim() == 1 else v.mean(-1)
 
 
 def mutual_information(prediction: Prediction) -> Tensor:
+    """The mutual information of the class and the member that predicts it."""
     members = _need(prediction, "members")
     return _entropy(members.mean(0)) - _entropy(members).mean(0)
 
 
+def _has_no_positive_logits(prediction: Prediction) -> bool:
+    """Logits that are minus distances cannot be positive."""
+    return not bool((prediction.logits > 0).any())
+
+
 def min_distance(prediction: Prediction) -> Tensor:
-    if bool((prediction.logits > 0).any()):
+    """The distance to the nearest prototype."""
+    if not _has_no_positive_logits(prediction):
         raise ValueError("min_distance needs logits that are minus distances, as isomax-plus has, got positive ones.")
     return max_logit(prediction)
 
 
 SCORES: Registry[Score] = Registry(
     "score",
-    max_probability=max_probability,
-    max_logit=max_logit,
-    entropy=entropy,
-    energy=energy,
-    dempster_shafer=dempster_shafer,
-    variance=variance,
-    mutual_information=mutual_information,
-    min_distance=min_distance,
+    max_probability=Score(max_probability, needs=("probs",)),
+    max_logit=Score(max_logit),
+    entropy=Score(entropy, needs=("probs",)),
+    energy=Score(energy),
+    dempster_shafer=Score(dempster_shafer),
+    variance=Score(variance, needs=("variance",)),
+    mutual_information=Score(mutual_information, needs=("members",)),
+    min_distance=Score(min_distance, suitable=_has_no_positive_logits),
 )
 
 
