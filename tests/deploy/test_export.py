@@ -21,9 +21,9 @@ from torch.nn.utils import parametrize
 
 import afield
 from afield.cli.export import Export, made, snippet, told
-from afield.deploy.agreement import compare, differences, probes
+from afield.deploy.agreement import compare, differences, make_test_inputs
 from afield.deploy.export import Exported, ExportError, export
-from afield.deploy.onnx_file import converted, session
+from afield.deploy.onnx_file import convert, open_session
 from afield.deploy.traced import HIDDEN, Graph, Inputs, chosen_alpha, expected, threshold
 from afield.errors import NotFitted
 from afield.experiment import one_run, run_folder
@@ -37,7 +37,7 @@ from afield.prediction.scores import SCORES
 D = 32  # random features
 
 
-class Pictures(nn.Module):
+class SmallConvNet(nn.Module):
     """Bytes or numbers -> convolution, pooling (which in ONNX Runtime forgets NaN), two Linears."""
 
     def __init__(self, classes: int = 3) -> None:
@@ -87,7 +87,7 @@ def texts(rows: int = 8) -> list[dict[str, Tensor]]:
 
 
 def rows_of(kind: str, count: int = 64) -> list[tuple[Tensor, Tensor]]:
-    x = torch.rand(count, 3, 8, 8) if kind == "pictures" else torch.randn(count, 4)
+    x = torch.rand(count, 3, 8, 8) if kind == "images" else torch.randn(count, 4)
     targets = {
         "gaussian": torch.randn(count, 2),
         "poisson": torch.poisson(torch.ones(count, 1)),
@@ -97,7 +97,7 @@ def rows_of(kind: str, count: int = 64) -> list[tuple[Tensor, Tensor]]:
 
 
 CASES: dict[str, Any] = {
-    "pictures": lambda: (afield.sngp(Pictures(), num_random_features=D), rows_of("pictures")),
+    "images": lambda: (afield.sngp(SmallConvNet(), num_random_features=D), rows_of("images")),
     "texts": lambda: (afield.sngp(Texts(), num_random_features=D), texts()),
     "per_class": lambda: (
         afield.sngp(table(3), num_random_features=D, covariance="per_class", kernel="matern32"),
@@ -126,10 +126,10 @@ def case(name: str) -> tuple[SNGP, Any]:
 def onnx_file(name: str, folder: Path) -> tuple[Exported, Any]:
     """An ONNX file and ONNX Runtime's answers to tensors."""
     model, example = case(name)
-    labels = [f"class {i}" for i in range(model.head.out_features)] if name in ("pictures", "texts") else None
+    labels = [f"class {i}" for i in range(model.head.out_features)] if name in ("images", "texts") else None
     opset = 21 if name == "per_class" else 18
     done = export(model, folder / f"{name}.onnx", example, labels=labels, any_length=name == "texts", opset=opset)
-    return done, session(done.file.read_bytes(), [entry["name"] for entry in done.metadata["inputs"]])
+    return done, open_session(done.file.read_bytes(), [entry["name"] for entry in done.metadata["inputs"]])
 
 
 @pytest.fixture(scope="module")
@@ -143,14 +143,14 @@ def needs_onnx() -> None:
         pytest.importorskip(package, reason="ONNX files need the extra afield[onnx]")
 
 
-onnx_cases = pytest.mark.parametrize("name", ["pictures", "texts", "per_class", "gaussian"])
+onnx_cases = pytest.mark.parametrize("name", ["images", "texts", "per_class", "gaussian"])
 
 
 # The graph, before any exporter
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_graph_is_the_model(name: str) -> None:
+def test_graph_answers_as_the_model_does(name: str) -> None:
     model, example = case(name)
     before = copy.deepcopy(model.state_dict())
     inputs = Inputs.of(model.net, example)
@@ -167,7 +167,7 @@ def test_graph_is_the_model(name: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(before.values(), model.state_dict().values(), strict=True))
 
 
-@pytest.mark.parametrize("name", ["pictures", "attach", "gaussian"])
+@pytest.mark.parametrize("name", ["images", "attach", "gaussian"])
 def test_rows_that_are_not_finite_are_refused_and_harm_no_other(name: str) -> None:
     model, (x, _) = case(name)
     graph = Graph(model, Inputs.of(model.net, x))
@@ -200,7 +200,7 @@ def test_p_values_and_threshold_are_exact(reference: list[float], scores: list[f
     assert torch.equal(found > alpha, new.double() <= threshold(model, alpha))
 
 
-def test_p_values_of_a_double_reference_keep_all_digits() -> None:
+def test_p_values_of_a_float64_reference_keep_all_digits() -> None:
     model, example = case("attach")
     model = copy.deepcopy(model)
     base = torch.tensor(0.3, dtype=torch.float32).double()
@@ -252,7 +252,7 @@ def test_onnx_texts_may_have_any_length_and_padding_does_not_matter(folder: Path
 
 
 def test_onnx_refuses_nan_where_pooling_would_forget_it(folder: Path, needs_onnx: None) -> None:
-    _, run = onnx_file("pictures", folder)
+    _, run = onnx_file("images", folder)
     x = torch.rand(2, 3, 8, 8)
     x[0, 1, 3, 3] = math.nan
     answers = run((x,))
@@ -291,7 +291,7 @@ assert not {"torch", "afield"} & {name.split(".")[0] for name in sys.modules}
 """
 
 
-@pytest.mark.parametrize("name", ["pictures", "texts"])
+@pytest.mark.parametrize("name", ["images", "texts"])
 def test_onnxruntime_and_numpy_are_enough(name: str, folder: Path, tmp_path: Path, needs_onnx: None) -> None:
     model, example = case(name)
     done, _ = onnx_file(name, folder)
@@ -315,11 +315,11 @@ def test_onnxruntime_and_numpy_are_enough(name: str, folder: Path, tmp_path: Pat
     assert ran.stdout.strip() == str([f"class {i}" for i in right["probs"].argmax(1)])
 
 
-def test_metadata_tells_what_is_inside(folder: Path, needs_onnx: None) -> None:
+def test_metadata_describes_the_file(folder: Path, needs_onnx: None) -> None:
     import onnx
 
-    model, (x, _) = case("pictures")
-    done, _ = onnx_file("pictures", folder)
+    model, (x, _) = case("images")
+    done, _ = onnx_file("images", folder)
     proto = onnx.load(done.file)
     (entry,) = [p.value for p in proto.metadata_props if p.key == "afield"]
     assert json.loads(entry) == done.metadata
@@ -332,10 +332,11 @@ def test_metadata_tells_what_is_inside(folder: Path, needs_onnx: None) -> None:
     assert done.metadata["num_reference"] == model.head.reference.numel()
     assert done.size == done.file.stat().st_size
     assert b"graph.py" not in done.file.read_bytes()  # no paths of the machine that made it
+    assert b"traced.py" not in done.file.read_bytes()
     onnx.checker.check_model(proto)
 
 
-def test_default_alpha_is_the_smallest_that_the_reference_can_tell() -> None:
+def test_default_alpha_is_at_least_the_smallest_p_value() -> None:
     model, _ = case("attach")
     smallest_p_value = 1 / (model.head.reference.numel() + 1)
     assert chosen_alpha(model, None) == smallest_p_value  # of some twenty scores, more than 0.01
@@ -344,7 +345,7 @@ def test_default_alpha_is_the_smallest_that_the_reference_can_tell() -> None:
     assert chosen_alpha(model, None) == 0.01
 
 
-def test_the_opset_asked_for_is_what_comes_out(folder: Path, needs_onnx: None) -> None:
+def test_the_file_has_the_opset_that_was_asked_for(folder: Path, needs_onnx: None) -> None:
     import onnx
 
     for name, opset in (("per_class", 21), ("gaussian", 18)):
@@ -444,7 +445,7 @@ assert "afield" not in sys.modules
 
 @pytest.mark.slow
 def test_torch_export_needs_no_afield(tmp_path: Path) -> None:
-    model, (x, _) = case("pictures")
+    model, (x, _) = case("images")
     done = export(model, tmp_path / "model.pt2", x, format="torch-export", labels="abc")
     torch.save(x[:5], tmp_path / "x.pt")
     script = tmp_path / "serve.py"
@@ -454,6 +455,7 @@ def test_torch_export_needs_no_afield(tmp_path: Path) -> None:
     assert ran.returncode == 0, ran.stderr
     answers, metadata = torch.load(tmp_path / "out.pt")
     assert b"graph.py" not in done.file.read_bytes()
+    assert b"traced.py" not in done.file.read_bytes()
     assert metadata == done.metadata
     assert metadata["labels"] == ["a", "b", "c"]
     right = expected(model, Inputs.of(model.net, x), (x[:5],), done.metadata["alpha"])
@@ -482,9 +484,9 @@ def test_a_wrong_export_is_found_and_nothing_is_written(
 
     def lossy(program: Any, *args: Any) -> bytes:
         program.state_dict["head.weight"].mul_(1.01)
-        return converted(program, *args)
+        return convert(program, *args)
 
-    monkeypatch.setattr("afield.deploy.onnx_file.converted", lossy)
+    monkeypatch.setattr("afield.deploy.onnx_file.convert", lossy)
     with pytest.raises(ExportError, match=r"differs from the model by 0\.\d+ \(probe: .*more than 0.0001; nothing"):
         export(model, file, x)
     assert file.read_bytes() == b"what was there before"
@@ -499,17 +501,17 @@ def test_wrong_p_values_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert not list(tmp_path.iterdir())
 
 
-def test_probes_are_usual_and_extreme() -> None:
+def test_inputs_of_the_comparison_are_usual_and_extreme() -> None:
     example = (torch.randn(9, 4), torch.randint(5, 50, (9, 6)), torch.ones(9, 6, dtype=torch.int64))
-    made = probes(example, shorter=True)
-    assert {len(batch[0]) for batch in made.values()} >= {1, 9, 17}
-    assert all(batch[i].dtype == example[i].dtype for batch in made.values() for i in range(3))
-    assert max(float(batch[0].nan_to_num().abs().max()) for batch in made.values()) > 1e5
-    assert any(bool(batch[0].isnan().any()) for batch in made.values())
-    assert all(5 <= int(batch[1].min()) <= int(batch[1].max()) < 50 for batch in made.values())
-    assert all(bool((batch[2] == 1).all()) for batch in made.values())
-    assert made["shorter"][1].shape == (5, 3)
-    (image,) = probes((torch.full((3, 1, 2, 2), 7, dtype=torch.uint8),))["random"]
+    inputs = make_test_inputs(example, shorter=True)
+    assert {len(batch[0]) for batch in inputs.values()} >= {1, 9, 17}
+    assert all(batch[i].dtype == example[i].dtype for batch in inputs.values() for i in range(3))
+    assert max(float(batch[0].nan_to_num().abs().max()) for batch in inputs.values()) > 1e5
+    assert any(bool(batch[0].isnan().any()) for batch in inputs.values())
+    assert all(5 <= int(batch[1].min()) <= int(batch[1].max()) < 50 for batch in inputs.values())
+    assert all(bool((batch[2] == 1).all()) for batch in inputs.values())
+    assert inputs["shorter"][1].shape == (5, 3)
+    (image,) = make_test_inputs((torch.full((3, 1, 2, 2), 7, dtype=torch.uint8),))["random"]
     assert int(image.max()) > 100
 
 
@@ -526,7 +528,7 @@ def test_differences() -> None:
     )
 
 
-def test_rows_that_float32_does_not_determine_are_told_apart() -> None:
+def test_rows_that_float32_does_not_determine_are_counted_apart() -> None:
     """sin(1e8 x) is rounding error: implementations need not agree there, and must elsewhere and on the example."""
 
     def answers(x: Tensor, *, shift: float, rough: float) -> dict[str, Tensor]:
@@ -538,12 +540,12 @@ def test_rows_that_float32_does_not_determine_are_told_apart() -> None:
 
     batches = {"example": (torch.randn(4, 1),), "far": (torch.full((3, 1), 1e5) + torch.randn(3, 1),)}
     same = compare(run(0, 0), run(0, 1), batches, tolerance=1e-4)
-    assert (same.rows, same.unsettled, same.difference) == (7, 3, 0)
+    assert (same.rows, same.undetermined, same.difference) == (7, 3, 0)
     moved = compare(run(0, 0), run(0.1, 1), batches, tolerance=1e-4)
     assert moved.worst == "example"
     assert moved.difference > 0.01
     far = compare(run(0, 0), run(0, 1), {"example": batches["far"]}, tolerance=1e-4)
-    assert far.unsettled == 0
+    assert far.undetermined == 0
     assert far.difference > 1e-3
 
 
@@ -574,7 +576,7 @@ def test_errors_say_what_to_do(tmp_path: Path, needs_onnx: None) -> None:
     with pytest.raises(ValueError, match="opset 17 is too old: the smallest that works is 18"):
         export(model, file, x, opset=17)
     with pytest.raises(ExportError, match=r"ONNX Runtime .* cannot load this graph; opset=18"):
-        session(b"what a future opset looks like to it", ["x"])
+        open_session(b"what a future opset looks like to it", ["x"])
     with pytest.raises(ValueError, match="format must be one of onnx, torch-export, got 'tflite'"):
         export(model, file, x, format="tflite")
     with pytest.raises(ValueError, match="labels must name the 3 classes of the model, got 2"):

@@ -1,14 +1,14 @@
-"""Inputs on which two implementations of a model are compared, and how far apart their answers are.
+"""Test inputs on which two implementations of a model are compared, and how far apart their answers are.
 
-Probes are made from an example batch: the example, one row, an odd number of rows, random inputs with its moments,
+Test inputs are made from an example batch: the example, one row, an odd number of rows, random inputs with its moments,
 zeros, tiny, large and huge numbers, points far away in one direction, one NaN. Whole numbers (token ids, bytes) stay in
 the example's range (bytes: 0 to 255): random, all lowest, all highest. What holds only 0 and 1 stays as it is: a mask
 that masks all of a text has no right answer.
 
 Far out, an answer need not be determined by its input: a phase of 1e7 has no digits left in float32, so its cosine, and
-what is made of it, is rounding error. A row is *unsettled* if moving its numbers by a few units of the last digit
-(2^-22) moves torch's own answer by a tenth of the tolerance. Two implementations cannot agree there; it is counted and
-reported apart. The rows of the example are never excused.
+all that follows from it, is rounding error. A row is *undetermined* if a change of its numbers by a few units of the
+last digit (2^-22) changes torch's own answer by more than a tenth of the tolerance. Two implementations cannot agree
+there; such rows are counted and left out of the comparison. The rows of the example are always compared.
 """
 
 from collections.abc import Callable, Mapping
@@ -19,12 +19,12 @@ from torch import Tensor
 
 Batch = tuple[Tensor, ...]
 Answers = Mapping[str, Tensor]
-Run = Callable[[Batch], Answers]
+Implementation = Callable[[Batch], Answers]
 DECISIVE = ("probs", "mean", "std")
-_ROWS = 5  # of an extreme probe
-_ODD = 17
-_MOST = 64
-_SHAKES = 3
+_EXTREME_ROWS = 5
+_ODD_ROWS = 17
+_MAX_ROWS = 64
+_PERTURBATIONS = 3
 _LAST_DIGITS = 2.0**-22
 
 
@@ -32,18 +32,18 @@ _LAST_DIGITS = 2.0**-22
 class Agreement:
     """How far two implementations are apart.
 
-    example      largest difference by output, on the example
-    everywhere   the same on all probes, but for unsettled rows
-    rows         compared, of which
-    unsettled    have answers that float32 does not determine
-    worst        the probe with the largest decisive difference
-    same_choice  part of the example's rows with the same most probable class (regression: 1)
+    example       largest difference by output, on the example
+    everywhere    the same on all test inputs, without undetermined rows
+    rows          number of rows, of which
+    undetermined  have answers that float32 does not determine
+    worst         name of the test input with the largest decisive difference
+    same_choice   part of the example's rows with the same most probable class (regression: 1)
     """
 
     example: Mapping[str, float]
     everywhere: Mapping[str, float]
     rows: int
-    unsettled: int
+    undetermined: int
     worst: str
     same_choice: float
 
@@ -52,83 +52,97 @@ class Agreement:
         """Of probabilities; of mean and std in units of the std."""
         return max(value for name, value in self.everywhere.items() if name in DECISIVE)
 
+    @property
+    def unsettled(self) -> int:
+        """The old name of `undetermined`, until `cli.export` uses the new one."""
+        return self.undetermined
 
-def compare(expected: Run, got: Run, batches: Mapping[str, Batch], *, tolerance: float, seed: int = 0) -> Agreement:
-    """Ask both on all probes, as `probes` makes them."""
+
+def compare(
+    expected: Implementation, actual: Implementation, batches: Mapping[str, Batch], *, tolerance: float, seed: int = 0
+) -> Agreement:
+    """Run both on all batches, as `make_test_inputs` returns them."""
     on_example: dict[str, float] = {}
     everywhere: dict[str, float] = {}
-    rows = unsettled = 0
-    worst, largest, same = "", -1.0, 1.0
+    rows = undetermined = 0
+    worst, worst_difference, same_choice = "", -1.0, 1.0
     for name, batch in batches.items():
-        right, other = expected(batch), got(batch)
-        apart = differences(right, other)
-        keep = torch.ones(len(batch[0]), dtype=torch.bool)
+        right, found = expected(batch), actual(batch)
+        by_output = differences(right, found)
+        determined = torch.ones(len(batch[0]), dtype=torch.bool)
         if name == "example":
-            on_example = {output: float(d.max()) for output, d in apart.items()}
+            on_example = {output: float(difference.max()) for output, difference in by_output.items()}
             if "probs" in right:
-                same = float((right["probs"].argmax(-1) == other["probs"].argmax(-1)).double().mean())
+                same_choice = float((right["probs"].argmax(-1) == found["probs"].argmax(-1)).double().mean())
         else:
-            keep = _wobble(expected, batch, right, seed) <= tolerance / 10
-        rows, unsettled = rows + len(keep), unsettled + int((~keep).sum())
-        for output, d in apart.items():
-            here = float(d[keep].max()) if bool(keep.any()) else 0.0
-            everywhere[output] = max(everywhere.get(output, 0.0), here)
-            if output in DECISIVE and here > largest:
-                worst, largest = name, here
-    return Agreement(on_example, everywhere, rows, unsettled, worst, same)
+            determined = _sensitivity(expected, batch, right, seed) <= tolerance / 10
+        rows, undetermined = rows + len(determined), undetermined + int((~determined).sum())
+        for output, difference in by_output.items():
+            largest = float(difference[determined].max()) if bool(determined.any()) else 0.0
+            everywhere[output] = max(everywhere.get(output, 0.0), largest)
+            if output in DECISIVE and largest > worst_difference:
+                worst, worst_difference = name, largest
+    return Agreement(on_example, everywhere, rows, undetermined, worst, same_choice)
 
 
-def differences(expected: Answers, got: Answers) -> dict[str, Tensor]:
+def differences(expected: Answers, actual: Answers) -> dict[str, Tensor]:
     """The largest difference of each row (N,) by output: as it is for probs and p_value, in units of the expected std
     for mean and std, relative to 1 + |expected| otherwise. NaN agrees with NaN, and with nothing else."""
-    found = {}
+    by_output = {}
     for name, right in expected.items():
-        a, b = right.double().flatten(1 if right.dim() > 1 else 0), got[name].double()
+        a, b = right.double().flatten(1 if right.dim() > 1 else 0), actual[name].double()
         b = b.reshape(a.shape)
         scale = torch.ones_like(a) if name in ("probs", "p_value", "accepted") else 1 + a.abs()
         if name in ("mean", "std"):
             scale = expected["std"].double().reshape(a.shape)
-        apart = torch.where((a == b) | (a.isnan() & b.isnan()), 0.0, ((a - b).abs() / scale).nan_to_num(torch.inf))
-        found[name] = apart if apart.dim() == 1 else apart.amax(1)
-    return found
+        same = (a == b) | (a.isnan() & b.isnan())
+        difference = torch.where(same, 0.0, ((a - b).abs() / scale).nan_to_num(torch.inf))
+        by_output[name] = difference if difference.dim() == 1 else difference.amax(1)
+    return by_output
 
 
-def probes(example: Batch, *, shorter: bool = False, seed: int = 0) -> dict[str, Batch]:
+def make_test_inputs(example: Batch, *, shorter: bool = False, seed: int = 0) -> dict[str, Batch]:
     """Batches like the example, usual and extreme, by name; `shorter`: also half as long, with nothing masked."""
     generator = torch.Generator().manual_seed(seed)
 
-    def cycled(rows: int) -> Batch:
+    def cycle(rows: int) -> Batch:
         return tuple(t[torch.arange(rows) % len(t)] for t in example)
 
-    def each(number: Callable[[Tensor, Tensor], Tensor], whole: Callable[[Tensor, Tensor], Tensor]) -> Batch:
-        """Of every tensor: `number` of it and a random one with its moments, `whole` of its lowest and highest."""
+    def change(floats: Callable[[Tensor, Tensor], Tensor], integers: Callable[[Tensor, Tensor], Tensor]) -> Batch:
+        """A few rows with every tensor changed.
+
+        floats    (tensor, random numbers with its moments) -> the new tensor
+        integers  (the lowest number everywhere, random numbers in its range) -> the new tensor
+        """
         return tuple(
-            number(t, _normal_like(t, full, generator)) if t.is_floating_point() else _whole(t, full, whole, generator)
-            for t, full in zip(cycled(_ROWS), example, strict=True)
+            floats(t, _normal_like(t, full, generator))
+            if t.is_floating_point()
+            else _integers_like(t, full, integers, generator)
+            for t, full in zip(cycle(_EXTREME_ROWS), example, strict=True)
         )
 
-    def kept(low: Tensor, drawn: Tensor) -> Tensor:
+    def random(_: Tensor, drawn: Tensor) -> Tensor:
         return drawn
 
     batches = {
-        "example": tuple(t[:_MOST] for t in example),
+        "example": tuple(t[:_MAX_ROWS] for t in example),
         "one row": tuple(t[:1] for t in example),
-        "odd number of rows": cycled(_ODD),
-        "random": each(lambda t, drawn: drawn, kept),
-        "zeros": each(lambda t, drawn: torch.zeros_like(t), lambda low, drawn: low),
-        "tiny": each(lambda t, drawn: 1e-30 * drawn, kept),
-        "large": each(lambda t, drawn: 1e2 * drawn, kept),
-        "huge": each(lambda t, drawn: 1e6 * drawn, kept),
-        "far": each(lambda t, drawn: t + 30 * (drawn - t)[:1], kept),
+        "odd number of rows": cycle(_ODD_ROWS),
+        "random": change(random, random),
+        "zeros": change(lambda t, drawn: torch.zeros_like(t), lambda low, drawn: low),
+        "tiny": change(lambda t, drawn: 1e-30 * drawn, random),
+        "large": change(lambda t, drawn: 1e2 * drawn, random),
+        "huge": change(lambda t, drawn: 1e6 * drawn, random),
+        "far": change(lambda t, drawn: t + 30 * (drawn - t)[:1], random),
     }
     if any(t.is_floating_point() for t in example):
-        batches["NaN"] = each(_with_nan, kept)
+        batches["NaN"] = change(_with_nan, random)
     else:
-        batches["highest"] = each(lambda t, drawn: t, lambda low, drawn: torch.full_like(drawn, int(drawn.max())))
+        batches["highest"] = change(lambda t, drawn: t, lambda low, drawn: torch.full_like(drawn, int(drawn.max())))
     if shorter:
-        half = [t[:, : (t.shape[1] + 1) // 2] if t.dim() > 1 else t for t in cycled(_ROWS)]
+        half = [t[:, : (t.shape[1] + 1) // 2] if t.dim() > 1 else t for t in cycle(_EXTREME_ROWS)]
         batches["shorter"] = tuple(
-            torch.ones_like(t) if _mask(full) else t for t, full in zip(half, example, strict=True)
+            torch.ones_like(t) if _is_mask(full) else t for t, full in zip(half, example, strict=True)
         )
     return batches
 
@@ -138,16 +152,18 @@ def _normal_like(t: Tensor, full: Tensor, generator: torch.Generator) -> Tensor:
     return full.mean() + (scale if float(scale) > 0 else 1.0) * torch.randn(t.shape, generator=generator)
 
 
-def _whole(t: Tensor, full: Tensor, choose: Callable[[Tensor, Tensor], Tensor], generator: torch.Generator) -> Tensor:
+def _integers_like(
+    t: Tensor, full: Tensor, choose: Callable[[Tensor, Tensor], Tensor], generator: torch.Generator
+) -> Tensor:
     low, high = (0, 255) if t.dtype == torch.uint8 else (int(full.min()), int(full.max()))
-    if _mask(full):
+    if _is_mask(full):
         return t
     drawn = torch.randint(low, high + 1, t.shape, generator=generator)
     drawn.view(-1)[:2] = torch.tensor([high, low])[: drawn.numel()]
     return choose(torch.full(t.shape, low), drawn).to(t.dtype)
 
 
-def _mask(t: Tensor) -> bool:
+def _is_mask(t: Tensor) -> bool:
     return not t.is_floating_point() and t.dtype != torch.uint8 and bool(((t == 0) | (t == 1)).all())
 
 
@@ -157,17 +173,17 @@ def _with_nan(t: Tensor, drawn: Tensor) -> Tensor:
     return t
 
 
-def _wobble(run: Run, batch: Batch, answers: Answers, seed: int) -> Tensor:
-    """How much (N,) the decisive answers move when the last digits of the inputs do."""
-    most = torch.zeros(len(batch[0]), dtype=torch.float64)
+def _sensitivity(implementation: Implementation, batch: Batch, answers: Answers, seed: int) -> Tensor:
+    """How much (N,) the decisive answers change when the last digits of the inputs do."""
+    largest = torch.zeros(len(batch[0]), dtype=torch.float64)
     if not any(t.is_floating_point() for t in batch):
-        return most
+        return largest
     generator = torch.Generator().manual_seed(seed)
-    for _ in range(_SHAKES):
-        shaken = tuple(
+    for _ in range(_PERTURBATIONS):
+        perturbed = tuple(
             t * (1 + _LAST_DIGITS * torch.randn(t.shape, generator=generator)) if t.is_floating_point() else t
             for t in batch
         )
-        moved = differences(answers, run(shaken))
-        most = torch.stack([most, *(d for name, d in moved.items() if name in DECISIVE)]).amax(0)
-    return most
+        changes = differences(answers, implementation(perturbed))
+        largest = torch.stack([largest, *(d for name, d in changes.items() if name in DECISIVE)]).amax(0)
+    return largest

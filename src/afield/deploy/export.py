@@ -2,12 +2,12 @@
 
 The file holds one graph from raw inputs to the answers of `traced`, for any number of rows, spectral bounds
 written out, and a JSON text with labels, threshold and versions. It is made in memory, read back, and compared with the
-model on the inputs of `agreement`. It is put in place, in one step, if probabilities differ by at most 1e-4 (mean
+model on the test inputs of `agreement`. It is put in place, in one step, if probabilities differ by at most 1e-4 (mean
 and std of a regression: in units of the std) and p-values are exactly those of the graph's own scores.
 
 precision="fp16" keeps the backbone in half precision, "int8" its matrix products (ONNX Runtime's dynamic quantisation,
 one scale for each output unit). The head stays in float32: its cosine turns rounding into phase, and rounding of the
-triangular factor is an error of the variance itself. What such a file differs by is reported, and bounded if
+triangular factor is an error of the variance itself. The difference of such a file is reported, and bounded if
 `tolerance` is given.
 """
 
@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from afield.deploy import onnx_file
-from afield.deploy.agreement import Agreement, compare, probes
+from afield.deploy.agreement import Agreement, compare, make_test_inputs
 from afield.deploy.onnx_file import METADATA, OLDEST_OPSET
 from afield.deploy.traced import HIDDEN, Graph, Inputs, chosen_alpha, expected, threshold
 from afield.errors import ExportError, NotFitted
@@ -82,40 +82,40 @@ def export(
     any_length  dimension 1 of the inputs may vary as well, for texts
     opset       version of the ONNX operators
     """
-    _check(model, format, labels, precision, opset)
+    _check_arguments(model, format, labels, precision, opset)
     inputs = Inputs.of(model.net, example)
     alpha = chosen_alpha(model, alpha)
     reference = model if model.head.random_features.weight.dtype == torch.float32 else copy.deepcopy(model).float()
-    expected(reference, inputs, inputs.tensors, alpha)  # a wrong example is told better here than by a tracer
+    expected(reference, inputs, inputs.tensors, alpha)  # its errors about a wrong example are clearer than a tracer's
     graph = Graph(model, inputs, alpha=alpha, half=precision == "fp16", hidden=precision == "int8")
     with torch.no_grad(), _quiet():
-        program = _traced(graph, any_length)
+        program = _trace(graph, any_length)
         kind = {"format": format} | ({"opset": opset} if format == "onnx" else {})
         metadata = kind | _metadata(model, graph, labels, precision, any_length)
         if format == "onnx":
-            content = onnx_file.converted(program, inputs.names, graph.outputs, opset, metadata, precision == "int8")
-            run = onnx_file.session(content, inputs.names)
+            content = onnx_file.convert(program, inputs.names, graph.outputs, opset, metadata, precision == "int8")
+            run = onnx_file.open_session(content, inputs.names)
         else:
-            content = _saved(program, metadata)
-            run = _loaded(content)
+            content = _serialize(program, metadata)
+            run = _deserialize(content)
         limit = TOLERANCE if tolerance is None else tolerance
         agreement = compare(
             lambda batch: expected(reference, inputs, batch, alpha),
-            lambda batch: _checked(run(batch), model, alpha),
-            probes(inputs.tensors, shorter=any_length),
+            lambda batch: _check_p_values(run(batch), model, alpha),
+            make_test_inputs(inputs.tensors, shorter=any_length),
             tolerance=limit,
         )
     if agreement.difference > limit and (precision is None or tolerance is not None):
         raise ExportError(
             f"The export differs from the model by {agreement.difference:.2g} (probe: {agreement.worst}), more than "
-            f"{limit:g}; nothing was written. Differences by output: {_listed(agreement.everywhere)}."
+            f"{limit:g}; nothing was written. Differences by output: {_format_differences(agreement.everywhere)}."
         )
     Path(file).parent.mkdir(parents=True, exist_ok=True)
     write_file(Path(file), content)
     return Exported(Path(file), len(content), agreement, metadata)
 
 
-def _check(model: SNGP, format: str, labels: Sequence[str] | None, precision: str | None, opset: int) -> None:
+def _check_arguments(model: SNGP, format: str, labels: Sequence[str] | None, precision: str | None, opset: int) -> None:
     if not isinstance(model, SNGP):
         raise TypeError(f"export expects a model made by afield.sngp or afield.attach, got {type(model).__name__}.")
     if not model.head.precision.fitted:
@@ -133,7 +133,7 @@ def _check(model: SNGP, format: str, labels: Sequence[str] | None, precision: st
         raise ValueError(f"labels must name the {classes} classes of the model, got {len(labels)} names.")
 
 
-def _traced(graph: Graph, any_length: bool) -> torch.export.ExportedProgram:
+def _trace(graph: Graph, any_length: bool) -> torch.export.ExportedProgram:
     """The graph with a free number of rows; two at least, because torch takes one row for a constant."""
     rows, length = torch.export.Dim("batch"), torch.export.Dim.DYNAMIC  # a length has the network's own limit
     tensors = tuple(t[torch.arange(max(3, min(len(t), 8))) % len(t)] for t in graph.inputs.tensors)
@@ -142,10 +142,10 @@ def _traced(graph: Graph, any_length: bool) -> torch.export.ExportedProgram:
         program = torch.export.export(graph, tensors, dynamic_shapes={"tensors": shapes}, strict=False)
     except Exception as error:  # torch raises a dozen kinds, RuntimeError and AssertionError among them
         what = "rows and any length" if any_length else "rows"
-        said = " ".join(line.strip() for line in str(error).splitlines()[:4])
+        message = " ".join(line.strip() for line in str(error).splitlines()[:4])
         raise ExportError(
             f"torch.export cannot follow this network for any number of {what}. Its forward must not branch on values, "
-            f"nor split or loop over the batch. torch says: {type(error).__name__}: {said}"
+            f"nor split or loop over the batch. torch says: {type(error).__name__}: {message}"
         ) from error
     for module in program.graph_module.modules():
         for node in module.graph.nodes if isinstance(module, torch.fx.GraphModule) else ():
@@ -153,18 +153,18 @@ def _traced(graph: Graph, any_length: bool) -> torch.export.ExportedProgram:
     return program
 
 
-def _saved(program: torch.export.ExportedProgram, metadata: Mapping[str, Any]) -> bytes:
+def _serialize(program: torch.export.ExportedProgram, metadata: Mapping[str, Any]) -> bytes:
     buffer = io.BytesIO()
     torch.export.save(program, buffer, extra_files={_EXTRA: json.dumps(metadata)})
     return buffer.getvalue()
 
 
-def _loaded(content: bytes) -> Callable[[tuple[Tensor, ...]], dict[str, Tensor]]:
+def _deserialize(content: bytes) -> Callable[[tuple[Tensor, ...]], dict[str, Tensor]]:
     module = torch.export.load(io.BytesIO(content)).module()
     return lambda batch: module(*batch)
 
 
-def _checked(answers: dict[str, Tensor], model: SNGP, alpha: float | None) -> dict[str, Tensor]:
+def _check_p_values(answers: dict[str, Tensor], model: SNGP, alpha: float | None) -> dict[str, Tensor]:
     """The answers, if p-values and acceptance are exactly what their score implies."""
     if alpha is not None:
         p_value, _ = conformal_p_value(answers["score"], model.head.reference.cpu())
@@ -205,7 +205,7 @@ def _metadata(
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Without what torch's exporter tells about itself: it warns of its own deprecated calls."""
+    """Silence torch's exporter, which logs what it does and warns of its own deprecated calls."""
     loggers = [logging.getLogger(name) for name in ("torch.onnx", "onnxscript")]
     levels = [logger.level for logger in loggers]
     with warnings.catch_warnings():
@@ -219,5 +219,5 @@ def _quiet() -> Iterator[None]:
                 logger.setLevel(level)
 
 
-def _listed(values: Mapping[str, float]) -> str:
+def _format_differences(values: Mapping[str, float]) -> str:
     return ", ".join(f"{name} {value:.2g}" for name, value in values.items())

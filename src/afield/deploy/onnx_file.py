@@ -1,4 +1,4 @@
-"""The ONNX side of an export: torch's exporter, ONNX Runtime's quantiser, and a session that answers in tensors."""
+"""ONNX files: torch's exporter, ONNX Runtime's quantiser, and a session that takes and returns tensors."""
 
 import json
 import tempfile
@@ -13,13 +13,13 @@ from torch import Tensor
 from afield.deploy.traced import HIDDEN
 from afield.errors import ExportError
 
-METADATA = "afield"  # its key in the file
-OLDEST_OPSET = 18  # below it torch's exporter falls back to 18, and only its log tells
-_LARGEST = 2**31 - 1  # bytes of a protobuf message
-_PRODUCTS = ("MatMul", "Gemm")
+METADATA = "afield"  # key of the metadata in the file
+OLDEST_OPSET = 18  # below it torch's exporter falls back to 18, and says so in its log alone
+_MAX_BYTES = 2**31 - 1  # of a protobuf message
+_QUANTIZED_OPERATORS = ("MatMul", "Gemm")
 
 
-def converted(
+def convert(
     program: torch.export.ExportedProgram,
     inputs: Sequence[str],
     outputs: Sequence[str],
@@ -28,9 +28,9 @@ def converted(
     quantize: bool,
 ) -> bytes:
     """The content of an ONNX file."""
-    _need("onnx", "onnxscript", "onnxruntime")
+    _require("onnx", "onnxscript", "onnxruntime")
     try:
-        made = torch.onnx.export(
+        converted = torch.onnx.export(
             program,
             dynamo=True,
             opset_version=opset,
@@ -44,15 +44,15 @@ def converted(
             f'ONNX has no operator for a part of this network; format="torch-export" may do. torch says: '
             f"{error.__cause__ or error}"
         ) from error
-    assert made is not None
-    proto = made.model_proto
-    found = next(entry.version for entry in proto.opset_import if not entry.domain)
-    if found != opset:
-        raise ExportError(f"torch made ONNX opset {found} where {opset} was asked for: use opset={found}.")
+    assert converted is not None
+    proto = converted.model_proto
+    actual = next(entry.version for entry in proto.opset_import if not entry.domain)
+    if actual != opset:
+        raise ExportError(f"torch made ONNX opset {actual} where {opset} was asked for: use opset={actual}.")
     if quantize:
-        proto = _quantized(proto)
+        proto = _quantize(proto)
     proto.metadata_props.add(key=METADATA, value=json.dumps(metadata))
-    if proto.ByteSize() > _LARGEST:
+    if proto.ByteSize() > _MAX_BYTES:
         raise ExportError(
             f"An ONNX file holds at most 2 GB, this model has {proto.ByteSize() / 1e9:.1f} GB. "
             'Use precision="fp16", or format="torch-export".'
@@ -60,17 +60,17 @@ def converted(
     return proto.SerializeToString()
 
 
-def _quantized(proto: Any) -> Any:
-    """The matrix products that lead to the output `hidden` in int8, and that output dropped."""
+def _quantize(proto: Any) -> Any:
+    """Put the matrix products that lead to the output `hidden` in int8, and drop that output."""
     import onnx
     from onnxruntime.quantization import QuantType, quantize_dynamic
 
-    reached, head = {HIDDEN}, []
+    from_hidden, head = {HIDDEN}, []
     for node in proto.graph.node:  # in topological order
-        if reached & set(node.input):
-            reached |= set(node.output)
+        if from_hidden & set(node.input):
+            from_hidden |= set(node.output)
             head.append(node.name)
-    products = [n for n in proto.graph.node if n.op_type in _PRODUCTS and n.name not in head]
+    products = [n for n in proto.graph.node if n.op_type in _QUANTIZED_OPERATORS and n.name not in head]
     if not products:
         raise ExportError(
             "int8 quantises the matrix products of the backbone, and this one has none (convolutions stay as they "
@@ -85,7 +85,7 @@ def _quantized(proto: Any) -> Any:
         quantize_dynamic(
             proto,
             file,
-            op_types_to_quantize=list(_PRODUCTS),
+            op_types_to_quantize=list(_QUANTIZED_OPERATORS),
             nodes_to_exclude=[*head, *(f"{name}_MatMul" for name in head)],  # which it renames every Gemm to, first
             per_channel=True,
             reduce_range=True,  # 7 bits: on processors without VNNI, 8 overflow, and the answer would depend on it
@@ -96,31 +96,31 @@ def _quantized(proto: Any) -> Any:
     return proto
 
 
-def session(content: bytes, names: Sequence[str]) -> Callable[[tuple[Tensor, ...]], dict[str, Tensor]]:
-    """What ONNX Runtime answers, from input tensors in the order of their names."""
+def open_session(content: bytes, names: Sequence[str]) -> Callable[[tuple[Tensor, ...]], dict[str, Tensor]]:
+    """A function that runs the file in ONNX Runtime: input tensors, in the order of their names -> outputs by name."""
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3
     options.intra_op_num_threads = torch.get_num_threads()
     try:
-        loaded = onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
+        session = onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
     except Exception as error:  # its exceptions have no common class of their own
         raise ExportError(
             f"ONNX Runtime {onnxruntime.__version__} cannot load this graph; opset={OLDEST_OPSET} is the one that most "
             f"versions know. It says: {error}"
         ) from error
-    outputs = [output.name for output in loaded.get_outputs()]
+    outputs = [output.name for output in session.get_outputs()]
 
     def run(batch: tuple[Tensor, ...]) -> dict[str, Tensor]:
         arrays = {name: t.numpy() for name, t in zip(names, batch, strict=True)}
-        found = loaded.run(outputs, arrays)
-        return {name: torch.from_numpy(np.asarray(a)) for name, a in zip(outputs, found, strict=True)}
+        values = session.run(outputs, arrays)
+        return {name: torch.from_numpy(np.asarray(a)) for name, a in zip(outputs, values, strict=True)}
 
     return run
 
 
-def _need(*packages: str) -> None:
+def _require(*packages: str) -> None:
     for name in packages:
         try:
             __import__(name)

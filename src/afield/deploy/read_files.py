@@ -1,10 +1,10 @@
-"""Rows of files, in batches.
+"""Read files of any size in batches of rows.
 
     .npy            an array (rows, ...)
     .npz            the same, as the array x or the only one
     .parquet, .csv  a row for each example: columns of numbers, or one column of lists of numbers, nested or not
 
-Memory does not grow with the file. What cannot be read is said with the file's name.
+Memory does not grow with the file. Errors name the file.
 """
 
 import contextlib
@@ -22,11 +22,14 @@ SUFFIXES = (".npy", ".npz", ".parquet", ".csv")
 def read(
     path: Path, columns: Sequence[str] = (), id: str | None = None, batch_size: int = 1024
 ) -> Iterator[tuple[np.ndarray, Any]]:
-    """Batches (rows, ...) of a file, with the rows' ids where they have any."""
-    if path.suffix in _ARRAYS and (columns or id is not None):
+    """Yield batches (rows, ...) of a file, with the ids of the rows, or None where they have none."""
+    if path.suffix in _ARRAY_READERS and (columns or id is not None):
         raise ValueError(f"{path.name} is an array and has no columns: --columns and --id are for Parquet and CSV.")
     try:
-        yield from _arrays(path, batch_size) if path.suffix in _ARRAYS else _tables(path, columns, id, batch_size)
+        if path.suffix in _ARRAY_READERS:
+            yield from _read_array(path, batch_size)
+        else:
+            yield from _read_table(path, columns, id, batch_size)
     except (ValueError, EOFError, KeyError, zipfile.BadZipFile, zlib.error) as error:
         if path.name in str(error):
             raise
@@ -34,8 +37,8 @@ def read(
 
 
 def count(path: Path) -> int | None:
-    """Of the rows, without reading them; None where only reading tells."""
-    with contextlib.suppress(ValueError, EOFError, OSError):  # `read` says what is wrong
+    """The number of rows, from the header of the file; None for formats that have none there."""
+    with contextlib.suppress(ValueError, EOFError, OSError):  # `read` reports what is wrong
         if path.suffix == ".parquet":
             return int(arrow()[1].read_metadata(path).num_rows)
         if path.suffix == ".npy":
@@ -44,7 +47,7 @@ def count(path: Path) -> int | None:
 
 
 def arrow() -> tuple[Any, Any]:
-    """(pyarrow, pyarrow.parquet), which are there only if Parquet is wanted."""
+    """Import (pyarrow, pyarrow.parquet), which are an extra."""
     try:
         import pyarrow
         import pyarrow.parquet
@@ -53,29 +56,29 @@ def arrow() -> tuple[Any, Any]:
     return pyarrow, pyarrow.parquet
 
 
-def _arrays(path: Path, size: int) -> Iterator[tuple[np.ndarray, None]]:
-    for values in _ARRAYS[path.suffix](path, size):
+def _read_array(path: Path, size: int) -> Iterator[tuple[np.ndarray, None]]:
+    for values in _ARRAY_READERS[path.suffix](path, size):
         if values.ndim < 2 or values.dtype.kind not in "biuf":
             raise ValueError(f"{path.name} must hold numbers (rows, ...), got {values.dtype} {values.shape}.")
         yield values, None
 
 
-def _tables(path: Path, columns: Sequence[str], id: str | None, size: int) -> Iterator[tuple[np.ndarray, Any]]:
+def _read_table(path: Path, columns: Sequence[str], id: str | None, size: int) -> Iterator[tuple[np.ndarray, Any]]:
     first = 0
-    for batch in _record_batches(path, columns, id, size):
+    for batch in _read_record_batches(path, columns, id, size):
         names = columns or [name for name in batch.schema.names if name != id]
-        yield _matrix(path, batch, names, first), None if id is None else batch.column(id)
+        yield _to_array(path, batch, names, first), None if id is None else batch.column(id)
         first += len(batch)
 
 
-def _npy(path: Path, size: int) -> Iterator[np.ndarray]:
+def _read_npy(path: Path, size: int) -> Iterator[np.ndarray]:
     array = np.load(path, mmap_mode="r", allow_pickle=False)
     for begin in range(0, len(array) if array.ndim else 0, size):
         yield np.array(array[begin : begin + size])  # a copy: torch wants to be able to write
 
 
-def _npz(path: Path, size: int) -> Iterator[np.ndarray]:
-    """`np.load` would unpack the whole array."""
+def _read_npz(path: Path, size: int) -> Iterator[np.ndarray]:
+    """Unpack one batch at a time; `np.load` would unpack the whole array."""
     with zipfile.ZipFile(path) as archive:
         names = archive.namelist()
         name = names[0] if len(names) == 1 else "x.npy"
@@ -83,8 +86,12 @@ def _npz(path: Path, size: int) -> Iterator[np.ndarray]:
             found = ", ".join(n.removesuffix(".npy") for n in names)
             raise ValueError(f"{path.name} should hold an array named x, or a single one, it has: {found or 'none'}.")
         with archive.open(name) as file:
-            header = _HEADERS[np.lib.format.read_magic(file)]
-            shape, by_columns, dtype = header(file)
+            version = np.lib.format.read_magic(file)
+            if version not in _HEADER_READERS:
+                raise ValueError(
+                    f"{path.name} holds an array in version {version} of the npy format, expected 1.0 or 2.0."
+                )
+            shape, by_columns, dtype = _HEADER_READERS[version](file)
             if dtype.hasobject or by_columns or not shape:
                 raise ValueError(f"{path.name} must hold numbers (rows, ...) in C order, got {dtype} {shape}.")
             width = dtype.itemsize * int(np.prod(shape[1:]))
@@ -94,14 +101,14 @@ def _npz(path: Path, size: int) -> Iterator[np.ndarray]:
                 yield np.frombuffer(content, dtype).reshape(rows, *shape[1:]).copy()
 
 
-_ARRAYS = {".npy": _npy, ".npz": _npz}
-_HEADERS: Mapping[tuple[int, int], Callable[[Any], Any]] = {
+_ARRAY_READERS = {".npy": _read_npy, ".npz": _read_npz}
+_HEADER_READERS: Mapping[tuple[int, int], Callable[[Any], Any]] = {
     (1, 0): np.lib.format.read_array_header_1_0,
     (2, 0): np.lib.format.read_array_header_2_0,
 }
 
 
-def _record_batches(path: Path, columns: Sequence[str], id: str | None, size: int) -> Iterator[Any]:
+def _read_record_batches(path: Path, columns: Sequence[str], id: str | None, size: int) -> Iterator[Any]:
     pyarrow, parquet = arrow()
     with contextlib.ExitStack() as stack:
         if path.suffix == ".parquet":
@@ -112,31 +119,31 @@ def _record_batches(path: Path, columns: Sequence[str], id: str | None, size: in
             return
         from pyarrow import csv, types
 
-        # The first lines tell the types: whole numbers there may be broken ones further down.
+        # Types come from the first lines: a column of whole numbers there may hold fractions further down.
         with csv.open_csv(path) as begin:
             schema = begin.schema
         _check_columns(path, schema.names, columns, id)
-        whole = [f.name for f in schema if (types.is_integer(f.type) or types.is_null(f.type)) and f.name != id]
-        convert = csv.ConvertOptions(column_types=dict.fromkeys(whole, pyarrow.float64()))
+        integers = [f.name for f in schema if (types.is_integer(f.type) or types.is_null(f.type)) and f.name != id]
+        convert = csv.ConvertOptions(column_types=dict.fromkeys(integers, pyarrow.float64()))
         for batch in stack.enter_context(csv.open_csv(path, convert_options=convert)):  # reads 30 MB ahead at most
             for first in range(0, len(batch), size):
                 yield batch.slice(first, size)
 
 
-def _check_columns(path: Path, there: Sequence[str], columns: Sequence[str], id: str | None) -> None:
-    missing = [name for name in (*columns, *([id] if id is not None else [])) if name not in there]
+def _check_columns(path: Path, available: Sequence[str], columns: Sequence[str], id: str | None) -> None:
+    missing = [name for name in (*columns, *([id] if id is not None else [])) if name not in available]
     if missing:
-        raise ValueError(f"{path.name} has no column {', '.join(map(repr, missing))}. It has: {', '.join(there)}.")
+        raise ValueError(f"{path.name} has no column {', '.join(map(repr, missing))}. It has: {', '.join(available)}.")
 
 
-def _matrix(path: Path, batch: Any, names: Sequence[str], first: int) -> np.ndarray:
+def _to_array(path: Path, batch: Any, names: Sequence[str], first: int) -> np.ndarray:
     """(rows, columns), or (rows, ...) from one column of lists."""
     from pyarrow import types
 
     columns = {name: batch.column(name) for name in names}
     lists = [name for name, c in columns.items() if types.is_list(c.type) or types.is_fixed_size_list(c.type)]
     if lists and len(columns) == 1:
-        return _unnested(path, lists[0], columns[lists[0]], first)
+        return _unnest(path, lists[0], columns[lists[0]], first)
     for name, column in columns.items():
         kind = column.type
         if not (types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind) or types.is_decimal(kind)):
@@ -148,16 +155,17 @@ def _matrix(path: Path, batch: Any, names: Sequence[str], first: int) -> np.ndar
     return np.stack(numbers, axis=1) if numbers else np.empty((len(batch), 0))
 
 
-def _unnested(path: Path, name: str, column: Any, first: int) -> np.ndarray:
+def _unnest(path: Path, name: str, column: Any, first: int) -> np.ndarray:
+    """(rows, ...) from lists of equal lengths, nested or not."""
     from pyarrow import compute, types
 
     rows, shape = len(column), [len(column)]
     while types.is_list(column.type) or types.is_fixed_size_list(column.type):
         lengths = compute.list_value_length(column).to_numpy(zero_copy_only=False)  # NaN where there is no list
         length = lengths[0] if len(lengths) else 0
-        odd = np.flatnonzero(~(lengths == length))
-        if len(odd):
-            row = first + int(odd[0]) * rows // len(lengths)
+        different = np.flatnonzero(~(lengths == length))
+        if len(different):
+            row = first + int(different[0]) * rows // len(lengths)
             raise ValueError(
                 f"Row {row} of {path.name}: its list in the column {name!r} is missing, or of another length than that "
                 f"of row {first} ({length:g}). All must have the same."

@@ -1,10 +1,10 @@
-"""Batch scoring: what a model says about every row of large files, written as Parquet, in flat memory.
+"""Batch scoring: the answers of a model to every row of large files, written as Parquet, in constant memory.
 
     score_file(source, out, scorer, request)
 
 A file is read (`read_files`), predicted and written in batches. Its answers are one Parquet file, a *part*, which
-appears under its name when it is complete. A part says what it was made from and how, so the same call again makes only
-what is missing or whose input has changed, and refuses to mix answers of two models.
+appears under its name when it is complete. A part records its input and its request (`stamp`), so the same call again
+scores only what is missing or has changed, and refuses to mix answers of two models.
 """
 
 import contextlib
@@ -24,12 +24,12 @@ from afield.deploy.traced import ALPHA
 from afield.prediction.prediction import Prediction
 from afield.version import __version__
 
-_GROUP = 65536  # rows that are written at a time: a row group of Parquet
+_ROW_GROUP = 65536  # rows that are written at a time
 
 
 @dataclass(frozen=True)
 class Scorer:
-    """A model as scoring sees it.
+    """A function that predicts, and the inputs that it takes.
 
     shape   of one row; None: as it comes
     labels  names of the classes; none: their numbers are written
@@ -72,12 +72,12 @@ class Source:
 
     @property
     def part(self) -> Path:
-        """Of its answers, below the output folder."""
+        """The path of its answers, below the output folder."""
         return Path(self.name if self.name.endswith(".parquet") else f"{self.name}.parquet")
 
 
 def sources(given: Path, out: Path) -> list[Source]:
-    """The input files: one, or all in and below a folder, by name; hidden ones and those below `out` left out."""
+    """The input files: one, or all in and below a folder, by name, without hidden ones and those below `out`."""
     if given.is_dir():
         below = [(path, path.relative_to(given)) for path in sorted(given.rglob("*")) if path.suffix in SUFFIXES]
         found = [
@@ -101,11 +101,11 @@ def todo(found: Sequence[Source], out: Path, request: Request, *, fresh: bool = 
     """The files whose part is missing, or older than the file."""
     wanted = []
     for source in found:
-        there = {} if fresh else read_stamp(out / source.part)
+        before = {} if fresh else read_stamp(out / source.part)
         now = stamp(source, request)
         changed = [
             f"{name} = {value} there, {now['request'].get(name)} now"
-            for name, value in there.get("request", now["request"]).items()
+            for name, value in before.get("request", now["request"]).items()
             if value != now["request"].get(name)
         ]
         if changed:
@@ -113,13 +113,13 @@ def todo(found: Sequence[Source], out: Path, request: Request, *, fresh: bool = 
                 f"{out} holds answers that were asked for otherwise ({'; '.join(changed)}). Use another --out, or "
                 "--fresh to replace them."
             )
-        if there.get("source") != now["source"]:
+        if before.get("source") != now["source"]:
             wanted.append(source)
     return wanted
 
 
 def stamp(source: Source, request: Request) -> dict[str, Any]:
-    """What a part says of itself."""
+    """What a part records: its input file and the request."""
     status = source.path.stat()
     about = {"name": source.name, "bytes": status.st_size, "modified": status.st_mtime_ns}
     return {"afield": __version__, "source": about, "request": json.loads(json.dumps(asdict(request)))}
@@ -143,7 +143,7 @@ def score_file(
     batch_size: int = 1024,
     on_rows: Callable[[int], None] = lambda rows: None,
 ) -> Path | None:
-    """Write the part of one file; None if the file has no rows. `on_rows` hears how many are done."""
+    """Write the part of one file; None if the file has no rows. `on_rows` is called with the number of rows done."""
     pa, parquet = arrow()
     about, part, done = {"afield": json.dumps(stamp(source, request))}, out / source.part, 0
     with contextlib.ExitStack() as stack:
@@ -151,14 +151,14 @@ def score_file(
         for values, ids in read(source.path, request.columns, request.id, batch_size):
             columns = {"file": pa.repeat(source.name, len(values)), "row": np.arange(done, done + len(values))}
             columns |= {} if ids is None else {"id": ids}
-            x, bad = _inputs(source, values, done, scorer, request)
-            waiting.append(pa.table(columns | _answers(source, scorer, x, bad, request.alpha)))
+            x, bad = _prepare_inputs(source, values, done, scorer, request)
+            waiting.append(pa.table(columns | _predict_columns(source, scorer, x, bad, request.alpha)))
             done += len(values)
             if writer is None:
-                file = stack.enter_context(_replacing(part))
+                file = stack.enter_context(_write_in_one_step(part))
                 schema = waiting[0].schema.with_metadata(about)
                 writer = stack.enter_context(parquet.ParquetWriter(file, schema, compression="zstd"))
-            if sum(map(len, waiting)) >= _GROUP:
+            if sum(map(len, waiting)) >= _ROW_GROUP:
                 writer.write_table(pa.concat_tables(waiting).replace_schema_metadata(about))
                 waiting = []
             on_rows(done)
@@ -168,7 +168,7 @@ def score_file(
 
 
 def answers(prediction: Prediction, alpha: float | None = None, labels: Sequence[str] = ()) -> dict[str, np.ndarray]:
-    """A column for each thing that the model says of a row; what it cannot say has none."""
+    """The columns of a part, by name; answers that the model does not give have none."""
     p, columns = prediction, {}
     if p.probs is not None:
         chosen = p.labels
@@ -198,8 +198,10 @@ def answers(prediction: Prediction, alpha: float | None = None, labels: Sequence
 # Predicting
 
 
-def _inputs(source: Source, values: np.ndarray, first: int, scorer: Scorer, request: Request) -> tuple[Tensor, Tensor]:
-    """The rows as the model takes them, and which of them are not numbers; those are zeros."""
+def _prepare_inputs(
+    source: Source, values: np.ndarray, first: int, scorer: Scorer, request: Request
+) -> tuple[Tensor, Tensor]:
+    """The rows as the model takes them, and which of them hold NaN or infinity; those are set to zero."""
     shape = request.shape or scorer.shape or values.shape[1:]
     if np.prod(values.shape[1:], dtype=int) != np.prod(shape, dtype=int):
         raise ValueError(
@@ -221,7 +223,7 @@ def _inputs(source: Source, values: np.ndarray, first: int, scorer: Scorer, requ
     return x.masked_fill(bad.reshape(-1, *[1] * len(shape)), 0), bad
 
 
-def _answers(source: Source, scorer: Scorer, x: Tensor, bad: Tensor, alpha: float | None) -> dict[str, Any]:
+def _predict_columns(source: Source, scorer: Scorer, x: Tensor, bad: Tensor, alpha: float | None) -> dict[str, Any]:
     pa, _ = arrow()
     try:
         with torch.no_grad():
@@ -231,10 +233,10 @@ def _answers(source: Source, scorer: Scorer, x: Tensor, bad: Tensor, alpha: floa
     mask = bad.numpy()
     if mask.any() and "accepted" in columns:
         columns["accepted"] = columns["accepted"] & ~mask
-    return {name: _column(pa, a, None if name == "accepted" else mask) for name, a in columns.items()}
+    return {name: _to_column(pa, a, None if name == "accepted" else mask) for name, a in columns.items()}
 
 
-def _column(pa: Any, values: np.ndarray, mask: np.ndarray | None) -> Any:
+def _to_column(pa: Any, values: np.ndarray, mask: np.ndarray | None) -> Any:
     if values.ndim == 2 and values.shape[1] == 1:
         values = values[:, 0]
     if values.ndim == 1:
@@ -247,8 +249,8 @@ def _column(pa: Any, values: np.ndarray, mask: np.ndarray | None) -> Any:
 
 
 @contextlib.contextmanager
-def _replacing(path: Path) -> Iterator[Path]:
-    """A temporary name; what is there afterwards becomes `path`, flushed to disk, unless there was an error."""
+def _write_in_one_step(path: Path) -> Iterator[Path]:
+    """A temporary path to write to. It becomes `path`, flushed to disk, unless there was an error."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.unfinished")  # hidden: readers of the folder pass it over
     try:
