@@ -42,9 +42,9 @@ def binary(doubt: Tensor, **fields: Any) -> Prediction:
     return Prediction(probs.log(), probs=probs, **fields)
 
 
-def classes(n: int, number: int = 0, k: int = 3, spread: float = 2.0) -> tuple[Prediction, Tensor]:
+def classes(n: int, number: int = 0, k: int = 3, scale: float = 2.0) -> tuple[Prediction, Tensor]:
     """Calibrated: the labels are drawn from the probabilities."""
-    logits = spread * torch.randn(n, k, generator=seed(number), dtype=torch.float64)
+    logits = scale * torch.randn(n, k, generator=seed(number), dtype=torch.float64)
     probs = logits.softmax(1)
     return Prediction(logits, probs=probs), torch.multinomial(probs, 1, generator=seed(number + 1)).squeeze(1)
 
@@ -59,7 +59,7 @@ def too_many(missed: int, draws: int, rate: float) -> bool:
 
 @given(st.integers(1, 5000), st.floats(0, 1), st.floats(0, 1))
 @few
-def test_the_tail_is_scipys(n, part, p):
+def test_the_tail_agrees_with_scipy(n, part, p):
     errors = round(part * n)
     assert tail(errors, n, p) == pytest.approx(stats.binom.cdf(errors, n, p), rel=1e-8, abs=1e-300)
 
@@ -181,7 +181,7 @@ def test_what_is_answered_passes_its_test_on_the_examples_that_were_tested(n, nu
 
 
 @pytest.mark.parametrize("n", [59, 60, 130, 1000])
-def test_all_right_is_all_answered(n):
+def test_without_errors_everything_is_answered(n):
     assert risk_threshold(uniform(n), torch.zeros(n, dtype=torch.bool), 0.05, DELTA) == math.inf
 
 
@@ -194,14 +194,14 @@ def test_too_few_examples_say_what_is_within_reach(n, within):
         risk_threshold(uniform(n), torch.zeros(n, dtype=torch.bool), 0.05, DELTA)
 
 
-def test_all_wrong_is_refused():
+def test_without_right_answers_no_risk_can_be_promised():
     with pytest.raises(ValueError, match="500 of them wrong; no other can"):
         risk_threshold(uniform(500), torch.ones(500, dtype=torch.bool), 0.1, DELTA)
 
 
 @given(st.integers(20, 400), st.integers(0, 10**6), st.sampled_from([0.02, 0.1]))
 @settings(deadline=None, max_examples=20)
-def test_what_is_said_to_be_within_reach_is(n, number, risk):
+def test_the_suggested_risk_can_be_promised(n, number, risk):
     score = uniform(n, number=number)
     wrong = uniform(n, number=number + 1) < 0.3 * score
     try:
@@ -210,7 +210,7 @@ def test_what_is_said_to_be_within_reach_is(n, number, risk):
         risk_threshold(score, wrong, float(str(error).split("wrong; ")[1].split(" can.")[0]), DELTA)
 
 
-def test_what_is_tied_is_answered_together():
+def test_tied_scores_are_answered_together():
     """All scores equal: all or nothing, and 10% wrong is too much."""
     wrong = torch.arange(1000) % 10 == 0
     with pytest.raises(ValueError, match="cannot be promised"):
@@ -256,7 +256,7 @@ def calibrated(n: int, number: int = 0) -> tuple[Prediction, Tensor]:
     return Prediction(prediction.logits, probs=prediction.probs, p_value=p_value, smallest_p_value=0.01), y
 
 
-def test_false_alarms_are_accept():
+def test_a_policy_of_false_alarms_decides_as_accept_does():
     p, y = calibrated(500)
     rule = policy(false_alarms=0.05)
     assert torch.equal(rule.decide(p), p.accept(0.05))
@@ -286,7 +286,7 @@ def test_a_target_coverage_needs_no_targets():
     assert "At least 0.8 of in-domain inputs are answered" in rule.guarantee
 
 
-def test_p_values_go_first():
+def test_p_values_are_applied_before_the_threshold():
     p, y = calibrated(2000)
     passed = p.accept(0.2)
     risky = policy(p, y, risk=0.1, false_alarms=0.2)
@@ -315,7 +315,7 @@ def test_real_targets_have_a_tolerance():
         policy(p, y[1:], risk=0.05, tolerance=1.0)
 
 
-def test_what_is_not_a_number_is_referred():
+def test_nan_is_referred():
     p, y = classes(500)
     rule = policy(p, y, risk=0.9)
     assert rule.threshold is None
@@ -357,7 +357,7 @@ def test_the_cost_is_the_least_of_all_policies():
             assert float(other.mean()) > rule.held_out.cost
 
 
-def test_one_number_is_a_threshold_on_the_confidence():
+def test_one_cost_of_errors_is_a_threshold_on_the_confidence():
     p, y = classes(1000)
     rule = policy(p, y, error_cost=10, referral_cost=1)
     assert torch.equal(rule.decide(p), 10 * (1 - p.confidence) <= 1)

@@ -57,7 +57,7 @@ def upper_bound(errors: int, n: int, delta: float) -> float:
 
 
 def rank(n: int, level: float, delta: float) -> int | None:
-    """See the module's docstring; None where not even the largest of n is enough."""
+    """The smallest k of the module's docstring; None where not even the largest of n draws is enough."""
     if level**n > delta:
         return None
     low, high = 1, n  # P(Bin(n, level) >= k) falls with k, and is small enough at n

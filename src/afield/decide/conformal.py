@@ -35,7 +35,7 @@ KINDS = ("least_ambiguous", "adaptive")
 
 @dataclass(frozen=True)
 class PredictionSets:
-    """Which classes are possible. `thresholds`: the largest nonconformity let in, for all or for each class."""
+    """Which classes are possible. `thresholds`: the largest nonconformity in a set, for all classes or for each."""
 
     level: float
     thresholds: tuple[float, ...]
@@ -44,8 +44,8 @@ class PredictionSets:
     delta: float | None = None
 
     def sets(self, prediction: Prediction, *, generator: torch.Generator | None = None) -> Tensor:
-        """True (N, C) for every class in the set. `generator`: of the randomised numbers."""
-        probs = _probs(prediction)
+        """True (N, C) for every class in the set. `generator`: of the random numbers of randomised sets."""
+        probs = _class_probs(prediction)
         if len(self.thresholds) not in (1, probs.shape[1]):
             raise ValueError(f"These sets were made for {len(self.thresholds)} classes, got {probs.shape[1]}.")
         largest = torch.tensor(self.thresholds, dtype=torch.float64, device=probs.device)
@@ -85,19 +85,19 @@ def prediction_sets(
     per_class   keep the promise within every class
     randomized  adaptive sets that miss the level by no more than 1 / (n + 1), by chance at their edge
     delta       keep the promise with probability 1 - delta for this very held-out data; None: on average over such data
-    generator   of the randomised numbers
+    generator   of the random numbers of randomised sets
     """
     if kind not in KINDS:
         raise ValueError(f"kind must be one of {', '.join(KINDS)}, got {kind!r}.")
     if randomized and kind != "adaptive":
         raise ValueError('randomized=True needs kind="adaptive".')
-    probs = _probs(prediction)
+    probs = _class_probs(prediction)
     target = check_labels(target, *probs.shape).to(probs.device)
     nonconformity = _nonconformity(probs, kind, randomized, generator).gather(1, target[:, None]).squeeze(1)
-    _refuse_nan(nonconformity)
+    _check_no_nan(nonconformity)
     classes = range(probs.shape[1]) if per_class else ()
     groups = {f" of class {k}": nonconformity[target == k] for k in classes} or {"": nonconformity}
-    thresholds = tuple(_smallest(values, level, delta, name) for name, values in groups.items())
+    thresholds = tuple(_conformal_quantile(values, level, delta, name) for name, values in groups.items())
     return PredictionSets(level, thresholds, kind, randomized, delta)
 
 
@@ -111,14 +111,14 @@ def prediction_intervals(
     if not bool((std > 0).all()):
         raise ValueError("Standard deviations must be positive: variance and noise are both zero somewhere, or NaN.")
     nonconformity = (target.to(mean.device).double().reshape(mean.shape) - mean).abs() / std
-    _refuse_nan(nonconformity.amax(1))
+    _check_no_nan(nonconformity.amax(1))
     return PredictionIntervals(
-        level, tuple(_smallest(column, level, delta) for column in nonconformity.unbind(1)), delta
+        level, tuple(_conformal_quantile(column, level, delta) for column in nonconformity.unbind(1)), delta
     )
 
 
 def _nonconformity(probs: Tensor, kind: str, randomized: bool, generator: torch.Generator | None) -> Tensor:
-    """(N, C): how ill each class fits."""
+    """e(x, y) of every class (N, C)."""
     if kind == "least_ambiguous":
         return 1 - probs
     ordered, classes = probs.sort(dim=1, descending=True, stable=True)
@@ -128,31 +128,31 @@ def _nonconformity(probs: Tensor, kind: str, randomized: bool, generator: torch.
     return torch.empty_like(probs).scatter_(1, classes, ordered.cumsum(1) - ordered + own)
 
 
-def _smallest(nonconformity: Tensor, level: float, delta: float | None, whose: str = "") -> float:
-    """The k-th smallest, k as the promise asks."""
+def _conformal_quantile(nonconformity: Tensor, level: float, delta: float | None, group: str = "") -> float:
+    """The k-th smallest nonconformity (N,), with k as in the module's docstring."""
     for name, rate in (("level", level), ("delta", delta)):
         if rate is not None and not 0 < rate < 1:
             raise ValueError(f"{name} must lie strictly between 0 and 1, got {rate}.")
     n = len(nonconformity)
-    # A hair less: 0.9 (n + 1) may come out above the whole number that it is.
+    # Minus 1e-9, because of rounding: 0.9 (n + 1) may come out slightly above the whole number that it is.
     k = math.ceil((n + 1) * level - 1e-9) if delta is None else rank(n, level, delta)
     if k is None or k > n:
         best = n / (n + 1) if delta is None else delta ** (1 / n) if n else 0.0
         wanted = level / (1 - level) if delta is None else math.log(delta) / math.log(level)
         raise ValueError(
-            f"{n} held-out examples{whose} cannot promise a level of {level:g}, only {best:.3g}. Give at least "
+            f"{n} held-out examples{group} cannot promise a level of {level:g}, only {best:.3g}. Give at least "
             f"{math.ceil(wanted - 1e-9)}, or ask for less."
         )
     return float(nonconformity.sort().values[k - 1])
 
 
-def _probs(prediction: Prediction) -> Tensor:
+def _class_probs(prediction: Prediction) -> Tensor:
     if prediction.probs is None:
         raise ValueError(f"Sets of classes need probs, got a {prediction.likelihood} prediction: prediction_intervals.")
     return prediction.probs.detach().double()
 
 
-def _refuse_nan(nonconformity: Tensor) -> None:
+def _check_no_nan(nonconformity: Tensor) -> None:
     if bool(nonconformity.isnan().any()):
         rows = nonconformity.isnan().nonzero().flatten().tolist()
         raise ValueError(f"Held-out predictions must be numbers, got NaN in {len(rows)} rows (first: {rows[:5]}).")

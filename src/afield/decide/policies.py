@@ -120,33 +120,35 @@ class Policy:
         if not len(prediction):
             raise ValueError("A policy expects at least one example, got none.")
         accept = self.decide(prediction)
-        done = Outcome(len(prediction), int(accept.sum()))
+        outcome = Outcome(len(prediction), int(accept.sum()))
         wrong = None if target is None else self.errors(prediction, target)
         if wrong is None or target is None:
-            return done
-        done = replace(done, errors=int((wrong & accept).sum()))
+            return outcome
+        outcome = replace(outcome, errors=int((wrong & accept).sum()))
         if self.error_cost is None or self.threshold is None:
-            return done
-        matrix = _matrix(self.error_cost, prediction)
-        paid = matrix[target.to(matrix.device).long().flatten(), self.answer(prediction)]
+            return outcome
+        costs = _cost_matrix(self.error_cost, _class_probs(prediction))
+        paid = costs[target.to(costs.device).long().flatten(), self.answer(prediction)]
         paid = torch.where(accept, paid, self.threshold)
-        spread = float(paid.std()) / math.sqrt(done.count) if done.count > 1 else None
-        return replace(done, cost=float(paid.mean()), cost_error=spread)
+        standard_error = float(paid.std()) / math.sqrt(outcome.count) if outcome.count > 1 else None
+        return replace(outcome, cost=float(paid.mean()), cost_error=standard_error)
 
     @property
     def guarantee(self) -> str:
-        """What it promises about fresh in-domain inputs, in words."""
-        sure = "" if self.delta is None else f", with confidence {1 - self.delta:.4g} over draws of the held-out data"
-        says = []
+        """What the policy promises about fresh in-domain inputs, in words."""
+        confidence = (
+            "" if self.delta is None else f", with confidence {1 - self.delta:.4g} over draws of the held-out data"
+        )
+        sentences = []
         if self.false_alarms is not None:
-            says.append(f"At most {self.false_alarms:.4g} of in-domain inputs are refused as foreign.")
+            sentences.append(f"At most {self.false_alarms:.4g} of in-domain inputs are refused as foreign.")
         if self.risk is not None:
-            says.append(f"At most {self.risk:.4g} of the answers are wrong{sure}.")
+            sentences.append(f"At most {self.risk:.4g} of the answers are wrong{confidence}.")
         if self.coverage is not None:
-            says.append(f"At least {self.coverage:.4g} of in-domain inputs are answered{sure}.")
+            sentences.append(f"At least {self.coverage:.4g} of in-domain inputs are answered{confidence}.")
         if self.error_cost is not None:
-            says.append("The expected cost is the least there is, if the probabilities are right.")
-        return " ".join(says)
+            sentences.append("The expected cost is the least there is, if the probabilities are right.")
+        return " ".join(sentences)
 
 
 def policy(
@@ -174,10 +176,10 @@ def policy(
     delta          how often, over draws of the held-out data, risk or coverage may be missed
     score          doubt, by its name in `afield.scores.SCORES`; None: max_probability, variance for real targets
     tolerance      an answer to real targets that misses by more is wrong
-    seed           which tenth of the examples says where to begin looking for a risk
+    seed           of the random tenth of the examples that places the thresholds for a risk
     """
     _check_rates(false_alarms=false_alarms, risk=risk, coverage=coverage, delta=delta)
-    goals = {"risk": risk, "coverage": coverage, "error_cost": error_cost}
+    goals: dict[str, Any] = {"risk": risk, "coverage": coverage, "error_cost": error_cost}
     asked = [name for name, value in goals.items() if value is not None]
     if len(asked) > 1 or not (asked or false_alarms is not None):
         raise ValueError(
@@ -190,51 +192,62 @@ def policy(
         )
     rule = Policy(false_alarms=false_alarms, tolerance=tolerance)
     if error_cost is not None:
-        rule = replace(rule, error_cost=_plain(error_cost), threshold=_plain(referral_cost))
+        rule = replace(rule, error_cost=_check_costs(error_cost), threshold=_check_costs(referral_cost))
     elif asked:
-        rule = replace(rule, risk=risk, coverage=coverage, delta=delta)
-        rule = _with_threshold(rule, asked[0], prediction, target, score, seed)
+        rule = replace(rule, risk=risk, coverage=coverage)
+        rule = _with_threshold(rule, asked[0], goals[asked[0]], delta, prediction, target, score, seed)
     return rule if prediction is None else replace(rule, held_out=rule.outcome(prediction, target))
 
 
 def _with_threshold(
-    rule: Policy, goal: str, prediction: Prediction | None, target: Tensor | None, score: str | None, seed: int
+    rule: Policy,
+    goal: str,
+    level: float,
+    delta: float,
+    prediction: Prediction | None,
+    target: Tensor | None,
+    score: str | None,
+    seed: int,
 ) -> Policy:
+    """The rule with the threshold that keeps the goal, a risk or a coverage, with confidence 1 - delta."""
     if prediction is None or not len(prediction) or (goal == "risk" and target is None):
         raise ValueError(
             f"A {goal} needs held-out examples{' and their targets' * (goal == 'risk')}: "
             f"afield.policy(model.predict(x){', y' * (goal == 'risk')}, {goal}=...)."
         )
-    score = score or ("variance" if prediction.probs is None else "max_probability")
-    SCORES.check(score)
+    score = SCORES.check(score or ("variance" if prediction.probs is None else "max_probability"))
     rule = replace(rule, score=score)
     doubt = rule.doubt(prediction)
     if bool(doubt.isnan().any()):
         rows = doubt.isnan().nonzero().flatten().tolist()
         raise ValueError(f"Held-out predictions must be numbers, got NaN in {len(rows)} rows (first: {rows[:5]}).")
     passed = rule.decide(prediction)  # no threshold yet: p-values alone
-    assert rule.delta is not None
-    if rule.coverage is not None:
-        threshold = coverage_threshold(doubt.masked_fill(~passed, math.inf), rule.coverage, rule.delta)
-    if rule.risk is not None and target is not None:
-        wrong = rule.errors(prediction, target)
+    if goal == "coverage":
+        threshold = coverage_threshold(doubt.masked_fill(~passed, math.inf), level, delta)
+    else:
+        wrong = None if target is None else rule.errors(prediction, target)
         if wrong is None:
             raise ValueError("The risk of real targets needs a tolerance: by how much may an answer miss?")
-        threshold = risk_threshold(doubt[passed], wrong[passed], rule.risk, rule.delta, seed=seed)
-    return replace(rule, threshold=None if threshold == math.inf else threshold)
+        threshold = risk_threshold(doubt[passed], wrong[passed], level, delta, seed=seed)
+    return replace(rule, delta=delta, threshold=None if threshold == math.inf else threshold)
 
 
 def _expected_cost(prediction: Prediction, cost: Cost) -> Tensor:
     """(N, C): of answering with each class."""
+    probs = _class_probs(prediction)
+    return probs @ _cost_matrix(cost, probs)
+
+
+def _class_probs(prediction: Prediction) -> Tensor:
+    """(N, C) in float64."""
     if prediction.probs is None:
         raise ValueError(f"Costs of errors need class probabilities, got a {prediction.likelihood} prediction.")
-    return prediction.probs.detach().double() @ _matrix(cost, prediction)
+    return prediction.probs.detach().double()
 
 
-def _matrix(cost: Cost, prediction: Prediction) -> Tensor:
-    """[right class][answer] in float64."""
-    assert prediction.probs is not None
-    classes, device = prediction.probs.shape[1], prediction.probs.device
+def _cost_matrix(cost: Cost, probs: Tensor) -> Tensor:
+    """[right class][answer] (C, C) in float64, for probabilities (N, C)."""
+    classes, device = probs.shape[1], probs.device
     if isinstance(cost, int | float):
         return cost * (1 - torch.eye(classes, dtype=torch.float64, device=device))
     matrix = torch.tensor(cost, dtype=torch.float64, device=device)
@@ -246,8 +259,8 @@ def _matrix(cost: Cost, prediction: Prediction) -> Tensor:
     return matrix
 
 
-def _plain(cost: Any) -> Any:
-    """As plain numbers, finite and not negative."""
+def _check_costs(cost: Any) -> Any:
+    """The costs as plain numbers, if they are finite and not negative."""
     values = torch.as_tensor(cost, dtype=torch.float64)
     if not bool((torch.isfinite(values) & (values >= 0)).all()):
         raise ValueError(f"Costs must be finite and not negative, got {cost}.")
