@@ -3,12 +3,12 @@
 import pytest
 
 from afield.gp.features import KERNELS, NORMALIZERS
-from afield.gp.precision import CURVATURES
+from afield.gp.likelihoods import LIKELIHOODS
 from afield.prediction.predictive import PREDICTIVES
 from afield.prediction.scores import SCORES
 from afield.registry import Registry, UnknownName
 
-REGISTRIES = {r.kind: r for r in (KERNELS, NORMALIZERS, CURVATURES, PREDICTIVES, SCORES)}
+REGISTRIES = {r.kind: r for r in (KERNELS, NORMALIZERS, LIKELIHOODS, PREDICTIVES, SCORES)}
 
 
 @pytest.fixture

@@ -14,7 +14,8 @@ from torch import nn
 from afield.errors import NotFitted
 from afield.gp.features import KERNELS
 from afield.gp.head import GaussianProcessHead
-from afield.gp.precision import COVARIANCES, CURVATURES, curvature_weights
+from afield.gp.likelihoods import LIKELIHOODS
+from afield.gp.precision import COVARIANCES, curvature_weights
 from afield.prediction.p_values import conformal_p_value
 from afield.prediction.predictive import PREDICTIVES, mean_field
 from afield.registry import UnknownName
@@ -122,7 +123,7 @@ def test_intervals_cover_targets_drawn_from_the_prior(level):
 
 
 @pytest.mark.parametrize("covariance", COVARIANCES)
-@pytest.mark.parametrize("likelihood", CURVATURES)
+@pytest.mark.parametrize("likelihood", LIKELIHOODS)
 def test_the_precision_is_the_weighted_sum_over_the_observed_examples(likelihood, covariance):
     head, h = make(likelihood, covariance=covariance, curvature="likelihood"), normal(30, 4)
     head.observe(h)
@@ -133,7 +134,7 @@ def test_the_precision_is_the_weighted_sum_over_the_observed_examples(likelihood
 
 
 @pytest.mark.parametrize("covariance", COVARIANCES)
-@pytest.mark.parametrize("likelihood", CURVATURES)
+@pytest.mark.parametrize("likelihood", LIKELIHOODS)
 def test_shapes(likelihood, covariance):
     head, k = fitted(likelihood, covariance=covariance), outputs(likelihood)
     mean, variance = head.posterior(normal(7, 4))
@@ -153,7 +154,7 @@ def test_small_batches_are_predicted(rows):
     assert len(head.predict(h[:rows])) == rows
 
 
-@pytest.mark.parametrize("likelihood", CURVATURES)
+@pytest.mark.parametrize("likelihood", LIKELIHOODS)
 def test_per_class_with_unit_curvature_is_the_shared_one_for_each_class(likelihood):
     shared, each = (fitted(likelihood, covariance=c, curvature="unit") for c in COVARIANCES)
     h = normal(7, 4, number=1)
@@ -257,7 +258,7 @@ def test_order_and_split_do_not_matter(covariance, data):
     torch.testing.assert_close(head.posterior(new)[1], whole.posterior(new)[1], rtol=1e-10, atol=0)
 
 
-@pytest.mark.parametrize("likelihood", CURVATURES)
+@pytest.mark.parametrize("likelihood", LIKELIHOODS)
 def test_logits_are_computed_unless_given(likelihood):
     own, given_, other = (make(likelihood, covariance="per_class", curvature="likelihood") for _ in range(3))
     h = normal(20, 4)

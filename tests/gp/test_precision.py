@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 from afield.errors import NotFitted
 from afield.gp.features import RandomFeatures
+from afield.gp.likelihoods import LIKELIHOODS
 from afield.gp.precision import (
     BLOCK,
     COVARIANCES,
     CURVATURE_CHOICES,
-    CURVATURES,
     Precision,
     choose_curvature,
     curvature_weights,
@@ -563,10 +563,10 @@ def hessian(likelihood: str, phi: torch.Tensor, weight: torch.Tensor, y: torch.T
 
 
 def test_every_likelihood_has_its_hessian_test():
-    assert set(NEGATIVE_LOG_LIKELIHOODS) == set(CURVATURES)
+    assert set(NEGATIVE_LOG_LIKELIHOODS) == set(LIKELIHOODS)
 
 
-@pytest.mark.parametrize("likelihood", CURVATURES)
+@pytest.mark.parametrize("likelihood", LIKELIHOODS)
 @settings(deadline=None, max_examples=8)
 @given(number=seeds)
 def test_curvature_is_the_diagonal_block_of_the_hessian(likelihood, number):
@@ -583,13 +583,13 @@ def test_curvature_is_the_diagonal_block_of_the_hessian(likelihood, number):
 @given(number=seeds, scale=st.floats(0.1, 30.0))
 def test_two_classes_agree_with_one_logit_of_their_difference(number, scale):
     logits = scale * normal(20, 2, number=number)
-    both = CURVATURES["categorical"](logits)
-    one = CURVATURES["bernoulli"](logits[:, 1:] - logits[:, :1])
+    both = LIKELIHOODS["categorical"].curvature(logits)
+    one = LIKELIHOODS["bernoulli"].curvature(logits[:, 1:] - logits[:, :1])
     torch.testing.assert_close(both, one.expand(-1, 2), rtol=1e-9, atol=1e-15)
 
 
 @pytest.mark.parametrize("curvature", ["likelihood", "unit"])
-@pytest.mark.parametrize("likelihood", CURVATURES)
+@pytest.mark.parametrize("likelihood", LIKELIHOODS)
 def test_the_shared_weight_is_the_largest_of_the_classes(likelihood, curvature):
     logits = 3 * normal(50, 1 if likelihood == "bernoulli" else 4)
     shared, each = (
@@ -651,7 +651,7 @@ def test_the_papers_weight_forgets_the_data_of_a_confident_network_and_the_unit_
 
 
 @pytest.mark.parametrize("covariance", COVARIANCES)
-@pytest.mark.parametrize("likelihood", CURVATURES)
+@pytest.mark.parametrize("likelihood", LIKELIHOODS)
 def test_auto_is_unit_for_shared_classification_only(likelihood, covariance):
     shared_classes = likelihood in ("bernoulli", "categorical") and covariance == "shared"
     assert choose_curvature("auto", likelihood, covariance) == ("unit" if shared_classes else "likelihood")

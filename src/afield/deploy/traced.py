@@ -17,7 +17,6 @@ import dataclasses
 import inspect
 import math
 from collections.abc import Mapping
-from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +24,8 @@ import torch
 from torch import Tensor, nn
 
 from afield.bounds.spectral import fold
+from afield.gp.capture import Tap, hidden_vectors
+from afield.gp.likelihoods import LIKELIHOODS
 from afield.model.batches import split_batch
 from afield.model.layers import replace_layer
 from afield.model.sngp_model import SNGP
@@ -34,7 +35,6 @@ from afield.prediction.predictive import mean_field
 
 ALPHA = 0.01
 HIDDEN = "hidden"
-_SEEN: ContextVar[list[Tensor] | None] = ContextVar("hidden vectors of a graph", default=None)
 
 
 @dataclass(frozen=True)
@@ -96,9 +96,10 @@ class Graph(nn.Module):
         self.alpha = chosen_alpha(model, alpha)
         self.inputs, self.output = inputs, plain.output
         self.half_backbone, self.with_hidden = half, hidden
-        self.noise = float(head.noise) if head.likelihood == "gaussian" else None
+        likelihood = LIKELIHOODS[head.likelihood]
+        self.of_classes, self.noise = likelihood.of_classes, float(head.noise) if likelihood.noisy else None
         self.head = head
-        self.net = replace_layer(plain.net, plain.output, _Tap(head.out_features))
+        self.net = replace_layer(plain.net, plain.output, Tap(head.out_features))
         if half:
             self.net.half()
         reference = head.reference if head.calibrated else head.reference[:0]
@@ -111,21 +112,20 @@ class Graph(nn.Module):
     @property
     def outputs(self) -> list[str]:
         """Names of the answers, in order."""
-        first = ["mean", "std"] if self.head.likelihood in ("gaussian", "poisson") else ["probs", "logits"]
+        first = ["probs", "logits"] if self.of_classes else ["mean", "std"]
         last = [] if self.alpha is None else ["p_value", "accepted"]
         return [*first, "variance", "score", *last, *([HIDDEN] if self.with_hidden else [])]
 
     def forward(self, *tensors: Tensor) -> dict[str, Tensor]:
         head, h = self.head, self.hidden(tensors)
         mean, variance = head.posterior(h)
-        if head.likelihood in ("gaussian", "poisson"):
+        if self.of_classes:
+            logits, probs = head.logit_scale * mean, mean_field(head.logit_scale * mean, variance)
+            prediction = Prediction(logits, variance, probs, likelihood=head.likelihood)
+            answers = {"probs": probs, "logits": logits}
+        else:
             prediction = Prediction(mean, variance, noise=self.noise, likelihood=head.likelihood)
             answers = {"mean": prediction.mean, "std": prediction.std}
-        else:
-            logits = head.logit_scale * mean
-            prediction = Prediction(logits, variance, mean_field(logits, variance), likelihood=head.likelihood)
-            assert prediction.probs is not None
-            answers = {"probs": prediction.probs, "logits": logits}
         answers |= {"variance": variance, "score": prediction.score()}
         if self.alpha is not None:
             answers["p_value"] = self.p_value(answers["score"])
@@ -140,15 +140,7 @@ class Graph(nn.Module):
         if self.half_backbone:
             tensors = tuple(t.half() if t.is_floating_point() else t for t in tensors)
         args, kwargs = self.inputs.call(tensors)
-        seen: list[Tensor] = []
-        token = _SEEN.set(seen)
-        try:
-            self.net(*args, **kwargs)
-        finally:
-            _SEEN.reset(token)
-        if len(seen) != 1:
-            raise ValueError(f"The output layer {self.output!r} ran {len(seen)} times in one pass, expected once.")
-        h = seen[0].float()
+        h = hidden_vectors(self.net, self.output, args, kwargs)[0].float()
         for numbers in finite:
             h = h.masked_fill(~numbers.flatten(1).all(1, keepdim=True), math.nan)
         return h
@@ -163,20 +155,6 @@ class Graph(nn.Module):
             step //= 2
         n = self.num_reference
         return (1 + n - below.clamp_max(n)).to(score.dtype) / (n + 1)
-
-
-class _Tap(nn.Module):
-    """Stands where the head was: hands over the hidden vectors and returns something of the right shape."""
-
-    def __init__(self, out_features: int) -> None:
-        super().__init__()
-        self.out_features = out_features
-
-    def forward(self, h: Tensor) -> Tensor:
-        seen = _SEEN.get()
-        assert seen is not None
-        seen.append(h)
-        return h.new_zeros(h.shape[0], self.out_features)
 
 
 def chosen_alpha(model: SNGP, alpha: float | None) -> float | None:

@@ -6,36 +6,31 @@
 distributed training, gradient checkpointing and repeated passes. `observe` adds examples, `posterior` reads.
 """
 
-import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextvars import ContextVar
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from afield.gp.features import LENGTH_SCALE_FRACTION, RandomFeatures
+from afield.gp.capture import handed_over
+from afield.gp.features import RandomFeatures
+from afield.gp.likelihoods import LIKELIHOODS
 from afield.gp.low_rank import LowRank
-from afield.gp.precision import COVARIANCES, Precision, choose_curvature, curvature_weights
+from afield.gp.precision import COVARIANCES, Precision, check_weights, choose_curvature, curvature_weights
 from afield.prediction.p_values import conformal_p_value
 from afield.prediction.prediction import Prediction
 from afield.prediction.predictive import PREDICTIVES
 
 SCALARS = ("ridge", "amplitude", "logit_scale", "noise")
 KEPT_MEAN_FRACTION = 0.35  # docs/defaults.md
-_CAPTURED: ContextVar[list[Tensor] | None] = ContextVar("captured hidden vectors", default=None)
 
 
 class GaussianProcessHead(nn.Module):
     """h (N, in_features) -> logits (N, out_features), with a posterior variance.
 
-    num_random_features  D; the error of the kernel falls as D^-1/2
-    length_scale         l; None takes the median distance between hidden vectors: of the first training
-                         batch, or of all data with `fit_head`. With `mean`, where the kernel has only the variance
-                         to carry, 0.35 of it
     ridge                r, the prior precision of each output weight
     amplitude            a, the prior standard deviation of f in units of the kernel; `afield.calibrate` sets it
     likelihood           categorical, bernoulli (one logit), gaussian, poisson (log rates)
@@ -44,14 +39,12 @@ class GaussianProcessHead(nn.Module):
                          rest through one matrix that all classes share (`low_rank`)
     curvature            "likelihood" (the paper's), "unit" (the authors' code), or "auto": unit for
                          classification with a shared covariance
-    kernel               rbf, matern32, matern52, arccos
-    normalize_input      None, "standardize", "layer", "unit"
-    projection           project wide hidden vectors to this many dimensions first
     momentum             None sums over all examples exactly; a number makes a moving average over batches
     constant             add a trained constant to f, outside the prior (far from the data, f tends to it)
     mean                 a trained output layer to keep as f; there are then no output weights to train
-    added, dropped       outputs that `afield.class_changes` has added after the others, and those that it has dropped
-    generator            of the random features; None draws from torch's global state
+    features             options of `RandomFeatures`: num_random_features, length_scale, kernel, orthogonal,
+                         normalize_input, projection, generator. With `mean`, where the kernel has only the variance to
+                         carry, a length scale from the data is 0.35 of the median distance
 
     Output weights start at the prior mean, zero, so that f tends to zero far from the data also after training.
     """
@@ -68,52 +61,33 @@ class GaussianProcessHead(nn.Module):
         in_features: int,
         out_features: int,
         *,
-        num_random_features: int = 1024,
-        length_scale: float | None = None,
         ridge: float = 1.0,
         amplitude: float = 1.0,
         likelihood: str = "categorical",
         covariance: str = "shared",
         rank: int | None = None,
         curvature: str = "auto",
-        kernel: str = "rbf",
-        orthogonal: bool = True,
-        normalize_input: str | None = None,
-        projection: int | None = None,
         momentum: float | None = None,
         constant: bool = False,
         mean: nn.Module | None = None,
-        added: int = 0,
-        dropped: Sequence[int] = (),
-        generator: torch.Generator | None = None,
+        **features: Any,
     ) -> None:
         super().__init__()
         if covariance not in COVARIANCES:
             raise ValueError(f"covariance must be one of {', '.join(COVARIANCES)}, got {covariance!r}.")
-        if out_features < 1 or (likelihood == "bernoulli" and out_features != 1):
-            wanted = "exactly 1 output (a single logit)" if likelihood == "bernoulli" else "at least 1 output"
-            raise ValueError(f"A {likelihood} head expects {wanted}, got out_features={out_features}.")
-        if likelihood == "categorical" and out_features < 2:
-            raise ValueError('A categorical head expects at least 2 outputs; use likelihood="bernoulli" for one logit.')
+        allowed = LIKELIHOODS[likelihood].outputs
+        if not allowed.fewest <= out_features <= allowed.most:
+            raise ValueError(f"A {likelihood} head expects {allowed.words}, got out_features={out_features}.")
         for name, value in (("ridge", ridge), ("amplitude", amplitude)):
             if not 0 < value < math.inf:
                 raise ValueError(f"{name} must be positive and finite, got {value}.")
-        self.in_features, self.out_features = in_features, out_features + added - len(dropped)
-        self.first_outputs = out_features  # before any was added or dropped
+        self.in_features, self.out_features = in_features, out_features
         self.likelihood, self.covariance = likelihood, covariance
         self.curvature = choose_curvature(curvature, likelihood, covariance)
-        self.random_features = RandomFeatures(
-            in_features,
-            num_random_features,
-            kernel=kernel,
-            length_scale=length_scale,
-            orthogonal=orthogonal,
-            normalize_input=normalize_input,
-            projection=projection,
-            grow=mean is not None,
-            fraction=LENGTH_SCALE_FRACTION if mean is None else KEPT_MEAN_FRACTION,
-            generator=generator,
-        )
+        if mean is not None:
+            features = {"grow": True, "fraction": KEPT_MEAN_FRACTION, **features}
+        self.random_features = RandomFeatures(in_features, **features)
+        num_random_features = self.random_features.num_random_features
         num_matrices = out_features if covariance == "per_class" else 1
         self.precision: Precision | LowRank
         if rank is None:
@@ -124,9 +98,10 @@ class GaussianProcessHead(nn.Module):
         self.mean = mean
         if mean is None:
             self.weight = nn.Parameter(torch.zeros(out_features, num_random_features))
-        weights = [torch.zeros(num_random_features) for _ in range(added)]
-        self.added: nn.ParameterList | tuple[Tensor, ...] = nn.ParameterList(weights) if added else ()
-        self.dropped = tuple(dropped)
+        # What `afield.class_changes` has added after the first outputs, and which of all outputs it has dropped.
+        self.first_outputs = out_features
+        self.added: nn.ParameterList | tuple[Tensor, ...] = ()
+        self.dropped: tuple[int, ...] = ()
         if constant and mean is not None:
             raise ValueError("constant=True adds to the output weights, which a kept output layer (mean=...) replaces.")
         if constant:
@@ -138,7 +113,6 @@ class GaussianProcessHead(nn.Module):
         # Sorted held-out scores, and the number of examples observed when they were taken.
         self.register_buffer("reference", torch.zeros(0, dtype=torch.float64))
         self.register_buffer("reference_count", torch.zeros((), dtype=torch.int64))
-        self._seen: list[Tensor] | None = None
 
     def _check_rank(self, rank: int, momentum: float | None) -> None:
         """A low rank is for many precisions that differ."""
@@ -147,7 +121,7 @@ class GaussianProcessHead(nn.Module):
                 f"rank={rank} approximates one precision for each of several outputs, got covariance="
                 f'{self.covariance!r} and {self.out_features} outputs: use covariance="per_class", or rank=None.'
             )
-        if self.likelihood == "gaussian" or self.curvature == "unit":
+        if LIKELIHOODS[self.likelihood].noisy or self.curvature == "unit":
             raise ValueError(
                 f"With likelihood={self.likelihood!r} and curvature={self.curvature!r} all outputs have the same "
                 f'precision: use covariance="shared" with rank=None, which is exact, got rank={rank}.'
@@ -166,40 +140,29 @@ class GaussianProcessHead(nn.Module):
 
     def forward(self, h: Tensor) -> Tensor:
         """The logits f (N, K). No side effect on the posterior, ever."""
-        if (seen := self._seen if torch.compiler.is_compiling() else _CAPTURED.get()) is not None:
-            seen.append(h)
-            return h.new_zeros(h.shape[0], self.out_features)
-        return self._mean(h, None)
+        zeros = handed_over(self, h, self.out_features)
+        return self._mean(h, None) if zeros is None else zeros
 
-    @contextlib.contextmanager
-    def capture(self) -> Iterator[list[Tensor]]:
-        """Collect the hidden vectors that reach a head in this thread, in place of computing the logits twice."""
-        seen: list[Tensor] = []
-        if torch.compiler.is_compiling():  # no tracer follows a ContextVar; nor do threads share a trace
-            self._seen = seen
-            yield seen
-            self._seen = None
-            return
-        token = _CAPTURED.set(seen)
-        try:
-            yield seen
-        finally:
-            _CAPTURED.reset(token)
+    def observe(
+        self, h: Tensor, logits: Tensor | None = None, *, weights: Tensor | None = None, fast: bool = False
+    ) -> None:
+        """Add examples to the posterior; `logits` are computed from h unless given.
 
-    def observe(self, h: Tensor, logits: Tensor | None = None, *, fast: bool = False) -> None:
-        """Add examples to the posterior; `logits` are computed from h unless given."""
-        self._accumulate(h, logits, lambda phi, w: self.precision.update(phi, w, fast=fast))
+        weights  (N,): an example of weight w counts as w examples; None: one each
+        """
+        self._accumulate(h, logits, weights, lambda phi, w: self.precision.update(phi, w, fast=fast))
 
-    def unobserve(self, h: Tensor, logits: Tensor | None = None) -> None:
-        """Remove examples that were observed, exactly: same hidden vectors, same logits."""
-        self._accumulate(h, logits, self.precision.downdate)
+    def unobserve(self, h: Tensor, logits: Tensor | None = None, *, weights: Tensor | None = None) -> None:
+        """Remove examples that were observed, exactly: same hidden vectors, same logits, same weights."""
+        self._accumulate(h, logits, weights, self.precision.downdate)
 
     def reset_posterior(self) -> None:
         """Forget all observed examples. Amplitude and logit scale stay; p-values are off until calibrated again."""
         self.precision.reset()
-        self._uncalibrate()
+        self.forget_reference()
 
-    def _uncalibrate(self) -> None:
+    def forget_reference(self) -> None:
+        """Switch p-values off until calibrated again."""
         self.reference = self.reference[:0].clone()
 
     def factor(self) -> None:
@@ -235,13 +198,14 @@ class GaussianProcessHead(nn.Module):
         generator: torch.Generator | None = None,
     ) -> Prediction:
         """The `Prediction` that a posterior mean and variance make."""
-        if self.likelihood in ("gaussian", "poisson"):
-            noise = float(self.noise) if self.likelihood == "gaussian" else None
-            prediction = Prediction(mean, variance, features=h, noise=noise, likelihood=self.likelihood)
-        else:
+        likelihood = LIKELIHOODS[self.likelihood]
+        if likelihood.of_classes:
             logits = self.logit_scale * mean
             probs, members = PREDICTIVES[predictive](logits, variance, num_samples, generator)
             prediction = Prediction(logits, variance, probs, members, h, likelihood=self.likelihood)
+        else:
+            noise = float(self.noise) if likelihood.noisy else None
+            prediction = Prediction(mean, variance, features=h, noise=noise, likelihood=self.likelihood)
         if not self.calibrated:
             return prediction
         p_value, smallest_p_value = conformal_p_value(prediction.score(), self.reference)
@@ -264,7 +228,7 @@ class GaussianProcessHead(nn.Module):
                 raise ValueError(f"set_scalars takes positive {', '.join(SCALARS)}, got {name}={value}.")
         for name, value in values.items():
             getattr(self, name).fill_(value)
-        self._uncalibrate()
+        self.forget_reference()
         if values.keys() & {"ridge", "noise"}:
             self.precision.stale()
 
@@ -289,7 +253,13 @@ class GaussianProcessHead(nn.Module):
             return torch.cat([logits, *(level + F.linear(phi, weight[None]) for weight in self.added)], dim=-1)
 
     @torch.no_grad()
-    def _accumulate(self, h: Tensor, logits: Tensor | None, add: Callable[[Tensor, Tensor | None], None]) -> None:
+    def _accumulate(
+        self,
+        h: Tensor,
+        logits: Tensor | None,
+        weights: Tensor | None,
+        add: Callable[[Tensor, Tensor | None], None],
+    ) -> None:
         self._checked(h)
         self.check_finite(h)
         if not self.random_features.adapted:
@@ -301,14 +271,19 @@ class GaussianProcessHead(nn.Module):
             logits = self._mean(h[:rows], phi[:rows])
         if logits.shape != (rows, self.out_features):
             raise ValueError(f"logits must have shape ({rows}, {self.out_features}), got {tuple(logits.shape)}.")
-        weights = None
-        if not unit:
-            weights = curvature_weights(
-                logits, likelihood=self.likelihood, covariance=self.covariance, curvature=self.curvature
-            )
-        self.check_finite(phi, *([] if weights is None else [weights]))
-        add(phi, weights)
-        self._uncalibrate()
+        w = None if unit else self.curvature_weights(logits)
+        if weights is not None:
+            given = check_weights(weights, h.shape[0]).to(phi)[:, None]
+            w = given.expand(-1, self.precision.num_matrices) if w is None else w * given
+        self.check_finite(phi, *([] if w is None else [w]))
+        add(phi, w)
+        self.forget_reference()
+
+    def curvature_weights(self, logits: Tensor) -> Tensor:
+        """The weights of examples with these logits in the precision, (N, 1) shared or (N, K) per class."""
+        return curvature_weights(
+            logits, likelihood=self.likelihood, covariance=self.covariance, curvature=self.curvature
+        )
 
     def check_finite(self, *tensors: Tensor, before: int = 0) -> None:
         """Name the rows that hold NaN or infinity; `before` examples of the loader came in earlier batches."""

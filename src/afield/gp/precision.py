@@ -2,12 +2,8 @@
 
     H = r I + sum_i w_i phi_i phi_i^T          v(h) = phi(h)^T H^-1 phi(h) = |L^-1 phi(h)|^2,   H = L L^T
 
-`r` is the ridge, a prior precision. The weight w is the curvature of -log p(y | f), by likelihood:
-
-    gaussian     1   (over the noise variance, which enters at factorisation)
-    bernoulli    p (1 - p)
-    categorical  p_k (1 - p_k)            the diagonal blocks of diag(p) - p p^T
-    poisson      exp(f)
+`r` is the ridge, a prior precision. The weight w is the curvature of -log p(y | f) (`gp.likelihoods`), times the weight
+of the example where it has one; a gaussian's noise variance enters at factorisation.
 
 One precision per class uses the weight of its class. One shared by all classes uses the largest weight, which
 for a softmax is the paper's p* (1 - p*), p* the top probability. The largest weight bounds every class's
@@ -28,21 +24,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from afield.errors import NotFitted
-from afield.registry import Registry
+from afield.gp.likelihoods import LIKELIHOODS
 
-
-def _categorical(logits: Tensor) -> Tensor:
-    p = F.softmax(logits, dim=-1)
-    return p * (1 - p)
-
-
-def _bernoulli(logits: Tensor) -> Tensor:
-    return torch.sigmoid(logits) * torch.sigmoid(-logits)
-
-
-CURVATURES: Registry[Callable[[Tensor], Tensor]] = Registry(
-    "likelihood", gaussian=torch.ones_like, bernoulli=_bernoulli, categorical=_categorical, poisson=torch.exp
-)
 COVARIANCES = ("shared", "per_class")
 CURVATURE_CHOICES = ("auto", "likelihood", "unit")
 BLOCK = 256  # rows of a triangle that are multiplied at once: enough for a matrix product to run at full speed
@@ -50,18 +33,27 @@ BLOCK = 256  # rows of a triangle that are multiplied at once: enough for a matr
 
 def choose_curvature(curvature: str, likelihood: str, covariance: str) -> str:
     """Resolve "auto": unit for shared classification, where the evidence favours it; the likelihood's otherwise."""
-    CURVATURES.check(likelihood)
+    of_classes = LIKELIHOODS[likelihood].of_classes
     if curvature not in CURVATURE_CHOICES:
         raise ValueError(f"curvature must be one of {', '.join(CURVATURE_CHOICES)}, got {curvature!r}.")
     if curvature != "auto":
         return curvature
-    return "unit" if likelihood in ("bernoulli", "categorical") and covariance == "shared" else "likelihood"
+    return "unit" if of_classes and covariance == "shared" else "likelihood"
 
 
 def curvature_weights(logits: Tensor, *, likelihood: str, covariance: str, curvature: str) -> Tensor:
     """The weights w (N, 1) shared, or (N, K) per class, for logits (N, K)."""
-    weights = torch.ones_like(logits) if curvature == "unit" else CURVATURES[likelihood](logits)
+    weights = torch.ones_like(logits) if curvature == "unit" else LIKELIHOODS[likelihood].curvature(logits)
     return weights.amax(dim=-1, keepdim=True) if covariance == "shared" else weights
+
+
+def check_weights(weights: Tensor, rows: int) -> Tensor:
+    """Weights (N,) of examples, finite and not negative, or an error."""
+    if weights.shape != (rows,):
+        raise ValueError(f"weights must have shape ({rows},), one for each example, got {tuple(weights.shape)}.")
+    if not bool((torch.isfinite(weights) & (weights >= 0)).all()):
+        raise ValueError("weights must be finite and not negative.")
+    return weights.detach()
 
 
 class Accumulator(nn.Module):

@@ -23,10 +23,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from afield.gp.likelihoods import LIKELIHOODS
 from afield.methods.gp_exact import fit_kernel
 from afield.methods.kernel import KernelModel, gather, pivots, predict
 from afield.methods.method import BackboneFactory, Method
-from afield.model.output_weights import NLLS
 from afield.prediction.prediction import Prediction
 from afield.prediction.predictive import mean_field
 from afield.settings import Settings
@@ -88,7 +88,7 @@ def gp_hmc(draws: int = 100, warmup: int = 100, chains: int = 2) -> Method:
         phi, directions = model.features(x)[0], model.directions
 
         def loss(values: Tensor) -> Tensor:
-            return NLLS[model.likelihood](values @ directions, y) / (kernel.noise or 1.0)
+            return LIKELIHOODS[model.likelihood].loss(values @ directions, y).sum() / (kernel.noise or 1.0)
 
         steepest = 1 / kernel.noise if kernel.noise else 0.5  # the largest curvature of a softmax
         mode = _minimize(loss, phi, len(directions), _factor(phi, torch.full_like(phi[:, 0], steepest)))

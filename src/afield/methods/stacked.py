@@ -59,11 +59,15 @@ def stack(members: Sequence[SNGP]) -> Stack:
     for number, (member, shape) in enumerate(zip(members, shapes, strict=True)):
         if not isinstance(member, SNGP):
             raise TypeError(f"stack expects models made by afield.sngp or afield.attach, got {type(member).__name__}.")
-        if shape != shapes[0] or str(member.settings["head"]) != str(members[0].settings["head"]):
+        if shape != shapes[0] or _of_head(member) != _of_head(members[0]):
             raise ValueError(f"Members of a stack must have one architecture: member {number} differs from member 0.")
         if not member.head.precision.fitted:
             raise NotFitted(f"Member {number} is not fitted: call afield.fit_posterior(model, train_loader) first.")
     return Stack(members)
+
+
+def _of_head(model: SNGP) -> str:
+    return str((model.settings["head"], model.settings.get("classes")))
 
 
 class _Member(nn.Module):

@@ -20,17 +20,16 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from afield.errors import NotFitted
 from afield.gp.head import GaussianProcessHead
+from afield.gp.likelihoods import LIKELIHOODS
 from afield.model.evaluating import evaluating
 from afield.model.hidden import Hidden, check_target
 from afield.model.sngp_model import SNGP
 from afield.prediction.prediction import Prediction
-from afield.prediction.predictive import MEAN_FIELD_FACTOR, shrink
-from afield.registry import Registry
+from afield.prediction.predictive import MEAN_FIELD_FACTOR
 
 STANDARD_ERRORS = 1.645  # by which a mean exceeds another in one case of twenty
 _FEWEST = 20
@@ -47,11 +46,28 @@ class Objective:
     loss: Callable[[float, float], Tensor]  # (t, a^2) -> log loss (N,)
     grid: np.ndarray  # of a^2
     start: float  # of t
+    weight: Tensor | None  # (N,) of the examples; None: 1
     prior: Callable[[float, float], float] = lambda t, a2: 0.0  # -log prior of t, worth one observation or so
 
     def total(self, t: float, a2: float) -> float:
         losses = self.loss(t, a2)
-        return float(losses.mean()) + self.prior(t, a2) / losses.shape[0]
+        return float(self.mean(losses)) + self.prior(t, a2) / self.count(losses)
+
+    def count(self, losses: Tensor) -> float:
+        """How many examples there are: one of weight w is w of them."""
+        return losses.shape[-1] if self.weight is None else float(self.weight.sum())
+
+    def mean(self, losses: Tensor) -> Tensor:
+        """Over the examples, the last dimension."""
+        return losses.mean(-1) if self.weight is None else losses @ (self.weight / self.weight.sum())
+
+    def standard_error(self, losses: Tensor) -> Tensor:
+        """Of that mean."""
+        if self.weight is None:
+            return losses.std(-1) / math.sqrt(losses.shape[-1])
+        squares = (losses - self.mean(losses)[..., None]).square() @ self.weight
+        count = self.count(losses)
+        return (squares / max(count - 1, 1e-12) / count).sqrt()
 
 
 @dataclass(frozen=True)
@@ -76,6 +92,7 @@ def calibrate(
     model: SNGP,
     loader: Iterable[Any],
     *,
+    weights: Tensor | None = None,
     amplitude: float | None = None,
     fit_fraction: float = 2 / 3,
     seed: int = 0,
@@ -85,6 +102,8 @@ def calibrate(
 
     loader        batches (inputs, target) of in-domain data that the network has not seen. On its own training data
                   a network is overconfident, and calibration would believe it
+    weights       (N,) of the examples, in the order of the loader: in the loss, one of weight w counts as w examples;
+                  p-values compare with examples, each of which counts once
     amplitude     a positive number to keep, instead of the fitted one
     fit_fraction  the part of the data that chooses the parameters; the rest is the reference
     seed          of the permutation that cuts the data
@@ -99,29 +118,27 @@ def calibrate(
     if not 0 < fit_fraction < 1:
         raise ValueError(f"fit_fraction must lie strictly between 0 and 1, got {fit_fraction}.")
     with evaluating(model):
-        examples = Hidden(model, loader, progress=progress)
+        examples = Hidden(model, loader, weights=weights, progress=progress)
         batches = list(examples)
         if not batches:
             raise ValueError("calibrate got an empty loader: there is nothing to calibrate on.")
-        if any(target is None for _, target in batches):
+        if any(batch.target is None for batch in batches):
             raise examples.without_target("calibrate")
-        hidden = torch.cat([h for h, _ in batches])
-        target = check_target(torch.cat([t for _, t in batches if t is not None]), head)
+        hidden = torch.cat([batch.h for batch in batches])
+        target = check_target(torch.cat([batch.target for batch in batches if batch.target is not None]), head)
+        weight = None if examples.weights is None else examples.weights.to(hidden.device)
         if hidden.shape[0] < _FEWEST:
             raise ValueError(f"calibrate expects at least {_FEWEST} held-out examples, got {hidden.shape[0]}.")
         fit, rest = (part.to(hidden.device) for part in cut_in_two(hidden.shape[0], fit_fraction, seed))
-        objective = OBJECTIVES[head.likelihood](head, hidden[fit], target[fit])
+        likelihood = LIKELIHOODS[head.likelihood]
+        objective = _objective(head, hidden[fit], target[fit], None if weight is None else weight[fit])
         if amplitude is not None:
             objective = dataclasses.replace(objective, grid=np.array([amplitude**2]))
-        current = float(head.noise if head.likelihood == "gaussian" else head.logit_scale)
-        before = float(objective.loss(current, float(head.amplitude) ** 2).mean())
-        nuisance, amplitude, after = _choose(objective, largest=head.likelihood in ("categorical", "bernoulli"))
-        scalars = {"amplitude": amplitude}
-        if head.likelihood == "gaussian":
-            scalars["noise"] = nuisance
-        elif head.likelihood != "poisson":
-            scalars["logit_scale"] = nuisance
-        head.set_scalars(**scalars)
+        current = float(head.noise if likelihood.noisy else head.logit_scale)
+        before = float(objective.mean(objective.loss(current, float(head.amplitude) ** 2)))
+        nuisance, amplitude, after = _choose(objective, largest=likelihood.of_classes)
+        fitted = {} if likelihood.calibrated is None else {likelihood.calibrated: nuisance}
+        head.set_scalars(amplitude=amplitude, **fitted)
         head.set_reference(Prediction.cat([head.predict(h) for h in hidden[rest].split(4096)]).score())
     return Calibration(
         float(head.logit_scale), amplitude, float(head.noise), before, after, int(fit.numel()), int(rest.numel())
@@ -139,12 +156,12 @@ def _choose(objective: Objective, *, largest: bool) -> tuple[float, float, float
     """The nuisance parameter, the amplitude and the mean loss that the module docstring's rule picks."""
     grid = objective.grid
     nuisance = [_minimize(objective, a2) for a2 in grid]
-    losses = torch.stack([objective.loss(t, a2) for t, a2 in zip(nuisance, grid, strict=True)]).cpu()
-    mean = losses.mean(1)
+    losses = torch.stack([objective.loss(t, a2) for t, a2 in zip(nuisance, grid, strict=True)])
+    mean = objective.mean(losses)
     best = int(mean.argmin())
     difference = losses - losses[best]
-    error = difference.std(1) / math.sqrt(losses.shape[1])
-    allowed = torch.nonzero(difference.mean(1) <= STANDARD_ERRORS * error + 1e-12).flatten().tolist()
+    error = objective.standard_error(difference)
+    allowed = torch.nonzero(objective.mean(difference) <= STANDARD_ERRORS * error + 1e-12).flatten().tolist()
     pick = max(allowed) if largest else min(allowed, key=lambda i: abs(math.log(grid[i])))
     return nuisance[pick], math.sqrt(grid[pick]), float(mean[pick])
 
@@ -178,57 +195,50 @@ def _unit_posterior(head: GaussianProcessHead, hidden: Tensor) -> tuple[Tensor, 
     return mean, torch.cat([v for _, v in parts]).double() / head.amplitude**2
 
 
-def _classes(head: GaussianProcessHead, hidden: Tensor, target: Tensor) -> Objective:
-    """A log-normal prior on s / sqrt(1 + pi/8 a^2 v), v at its median, keeps s finite where no held-out example is
-    misclassified and the likelihood would have it grow without end."""
+def _objective(head: GaussianProcessHead, hidden: Tensor, target: Tensor, weight: Tensor | None) -> Objective:
+    """What the likelihood has calibrated beside the amplitude: the scale of the logits, the noise, or nothing."""
+    likelihood = LIKELIHOODS[head.likelihood]
+    if likelihood.noisy:
+        return _with_noise(head, hidden, target, weight)
     mean, variance = _unit_posterior(head, hidden)
-    if head.likelihood == "bernoulli":
-        signed = torch.where(target == 1, 1.0, -1.0).to(mean)[:, None]
+    if likelihood.calibrated is None:
+        return Objective(
+            lambda _, a2: likelihood.predictive_loss(mean, a2 * variance, 0.0, target), _ABSOLUTE_GRID, 1.0, weight
+        )
 
-        def loss(s: float, a2: float) -> Tensor:
-            return F.softplus(-signed * shrink(s * mean, a2 * variance)).squeeze(1)
+    def loss(s: float, a2: float) -> Tensor:
+        return likelihood.predictive_loss(s * mean, a2 * variance, 0.0, target)
 
-    else:
-
-        def loss(s: float, a2: float) -> Tensor:
-            return F.cross_entropy(shrink(s * mean, a2 * variance), target, reduction="none")
-
-    middle = MEAN_FIELD_FACTOR * float(variance.median())
+    middle = MEAN_FIELD_FACTOR * median(variance, weight)
 
     def prior(s: float, a2: float) -> float:
+        """Log-normal on s / sqrt(1 + pi/8 a^2 v), v at its median: s stays finite where nothing is misclassified."""
         return 0.5 * math.log(s / math.sqrt(1 + a2 * middle)) ** 2
 
-    return Objective(loss, _RELATIVE_GRID / middle, 1.0, prior)
+    return Objective(loss, _RELATIVE_GRID / middle, 1.0, weight, prior)
 
 
-def _gaussian(head: GaussianProcessHead, hidden: Tensor, target: Tensor) -> Objective:
+def _with_noise(head: GaussianProcessHead, hidden: Tensor, target: Tensor, weight: Tensor | None) -> Objective:
     """The noise also enters the precision r I + G / noise: the eigenvectors of G give the variance for every noise."""
     values, vectors = torch.linalg.eigh(head.precision.data[0])
     parts = [(head(h).double(), (head.features(h).double() @ vectors).square()) for h in hidden.split(4096)]
     mean, squares = (torch.cat([p[i] for p in parts]) for i in (0, 1))
-    values, ridge, error = values.clamp_min(0), float(head.ridge), (target - mean).square()
+    values, ridge, likelihood = values.clamp_min(0), float(head.ridge), LIKELIHOODS[head.likelihood]
 
     def loss(noise: float, a2: float) -> Tensor:
         variance = squares @ (1 / (ridge + values / noise))
-        total = (a2 * variance + noise)[:, None]
-        return 0.5 * (torch.log(2 * math.pi * total) + error / total).sum(1)
+        return likelihood.predictive_loss(mean, a2 * variance, noise, target)
 
-    return Objective(loss, _ABSOLUTE_GRID, max(float(error.mean()), 1e-12))
-
-
-def _poisson(head: GaussianProcessHead, hidden: Tensor, target: Tensor) -> Objective:
-    mean, variance = _unit_posterior(head, hidden)
-    deviation = variance.reshape(mean.shape[0], -1).sqrt().expand_as(mean)
-    nodes, weights = (torch.from_numpy(a).to(mean) for a in np.polynomial.hermite_e.hermegauss(32))
-
-    def loss(_: float, a2: float) -> Tensor:
-        log_rate = mean[..., None] + math.sqrt(a2) * deviation[..., None] * nodes
-        log_p = target[..., None] * log_rate - log_rate.exp() - torch.lgamma(target[..., None] + 1)
-        return -torch.logsumexp(log_p + (weights / weights.sum()).log(), dim=-1).sum(1)
-
-    return Objective(loss, _ABSOLUTE_GRID, 1.0)
+    objective = Objective(loss, _ABSOLUTE_GRID, 1.0, weight)
+    error = float(objective.mean((target - mean).square().mean(1)))
+    return dataclasses.replace(objective, start=max(error, 1e-12))
 
 
-OBJECTIVES: Registry[Callable[[GaussianProcessHead, Tensor, Tensor], Objective]] = Registry(
-    "likelihood", categorical=_classes, bernoulli=_classes, gaussian=_gaussian, poisson=_poisson
-)
+def median(values: Tensor, weight: Tensor | None = None) -> float:
+    """The lower median; a value of weight w counts as w values."""
+    if weight is None:
+        return float(values.median())
+    weight = weight.reshape(-1, *[1] * (values.dim() - 1)).expand_as(values).flatten()
+    values, order = values.flatten().sort()
+    total = weight[order].cumsum(0)
+    return float(values[int((total >= total[-1] / 2).nonzero()[0])])

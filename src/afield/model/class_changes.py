@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from afield.errors import NotFitted
 from afield.gp.head import GaussianProcessHead
 from afield.model.evaluating import evaluating
-from afield.model.hidden import Hidden
+from afield.model.hidden import Examples, Hidden
 from afield.model.posterior import downdate
 from afield.model.sngp_model import SNGP
 
@@ -55,7 +55,7 @@ def add_class(model: SNGP, loader: Iterable[Any], *, progress: bool | None = Non
         hidden = _own(list(Hidden(grown, loader, progress=progress)), head)
         frozen = not any(p.requires_grad for p in head.parameters())
         zeros = torch.zeros_like(head.random_features.phase)
-        _resize(grown, [*head.added, nn.Parameter(zeros, requires_grad=not frozen)], head.dropped)
+        change_outputs(grown, [*head.added, nn.Parameter(zeros, requires_grad=not frozen)], head.dropped)
         old, seen = head.precision.data[0].clone(), head.num_observed
         head.observe(hidden)
         direction, height = _regression(head, hidden, old, seen)
@@ -84,22 +84,24 @@ def drop_class(model: SNGP, index: int, loader: Iterable[Any] | None = None, *, 
     shown = [k for k in range(head.first_outputs + len(head.added)) if k not in head.dropped]
     gone = shown[index] - head.first_outputs
     if gone < 0:
-        _resize(shrunk, head.added, (*head.dropped, shown[index]))
+        change_outputs(shrunk, head.added, (*head.dropped, shown[index]))
     else:
-        _resize(shrunk, [*head.added[:gone], *head.added[gone + 1 :]], head.dropped)
+        change_outputs(shrunk, [*head.added[:gone], *head.added[gone + 1 :]], head.dropped)
     return shrunk
 
 
-def _resize(model: SNGP, added: Iterable[Tensor], dropped: Sequence[int]) -> None:
-    """Change the outputs, and what follows from them; `afield.load` builds a model from its settings."""
+def change_outputs(model: SNGP, added: Iterable[Tensor], dropped: Sequence[int]) -> None:
+    """Give the head other outputs: weights (D,) of those added after the first ones, and which of all are dropped.
+
+    The settings of the model remember them, so that `afield.load` builds the same.
+    """
     head = model.head
     added, dropped = list(added), tuple(dropped)
     del head.added
     head.added = nn.ParameterList(added) if added else ()
     head.dropped, head.out_features = dropped, head.first_outputs + len(added) - len(dropped)
-    options = model.settings["head"] | {"added": len(added), "dropped": list(dropped)}
-    model.settings = model.settings | {"head": options}
-    head._uncalibrate()
+    model.settings = model.settings | {"classes": {"added": len(added), "dropped": list(dropped)}}
+    head.forget_reference()
 
 
 def _check(head: GaussianProcessHead, what: str, **wanted: str) -> None:
@@ -108,21 +110,21 @@ def _check(head: GaussianProcessHead, what: str, **wanted: str) -> None:
             raise ValueError(f"{what} expects a head with {name}={value!r}, got {getattr(head, name)!r}.")
 
 
-def _own(batches: list[tuple[Tensor, Tensor | None]], head: GaussianProcessHead) -> Tensor:
+def _own(batches: list[Examples], head: GaussianProcessHead) -> Tensor:
     """The hidden vectors, if they are of the new class alone."""
-    count = sum(len(h) for h, _ in batches)
+    count = sum(len(batch.h) for batch in batches)
     if count < _FEWEST:
         raise ValueError(
             f"add_class expects at least {_FEWEST} examples of the new class, got {count}: how well they predict each "
             "other says how high its logit must be."
         )
-    foreign = {int(k) for _, target in batches if target is not None for k in target.unique()} - {head.out_features}
+    foreign = {int(k) for _, target, _ in batches if target is not None for k in target.unique()} - {head.out_features}
     if foreign:
         raise ValueError(
             f"add_class expects examples of the new class alone, whose number is {head.out_features}, got targets "
             f"{sorted(foreign)[:5]}. Add one class after the other."
         )
-    return torch.cat([h for h, _ in batches])
+    return torch.cat([batch.h for batch in batches])
 
 
 def _regression(head: GaussianProcessHead, hidden: Tensor, old: Tensor, seen: int) -> tuple[Tensor, float]:

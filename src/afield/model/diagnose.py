@@ -20,7 +20,6 @@ from afield.bounds.spectral import Residual, certified_norm
 from afield.errors import NotFitted
 from afield.gp.head import GaussianProcessHead
 from afield.gp.low_rank import LowRank
-from afield.gp.precision import curvature_weights
 from afield.model.evaluating import evaluating
 from afield.model.hidden import Hidden
 from afield.model.sngp_model import SNGP
@@ -267,11 +266,9 @@ def _data_term(head: GaussianProcessHead, examples: Hidden, x: Tensor) -> Tensor
     (classes, features, starts), seen = x.shape, 0
     flat = x.transpose(0, 1).reshape(features, -1)
     total = torch.zeros_like(flat)
-    for h, _ in examples:
+    for h, _, _ in examples:
         phi = head.features(h).double()
-        weights = curvature_weights(
-            head(h), likelihood=head.likelihood, covariance=head.covariance, curvature=head.curvature
-        )
+        weights = head.curvature_weights(head(h))
         along = (phi @ flat).unflatten(1, (classes, starts)) * weights.double()[..., None]
         total.addmm_(phi.T, along.flatten(1))
         seen += len(h)

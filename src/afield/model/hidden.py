@@ -1,116 +1,135 @@
-"""Hidden vectors and targets of a loader, batch by batch, and what is learnt from them before anything is fitted."""
+"""Hidden vectors, targets and weights of a loader, batch by batch, and what is learnt from them before a fit."""
 
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.data import RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
 from afield.gp.head import GaussianProcessHead
+from afield.gp.likelihoods import LIKELIHOODS
+from afield.gp.precision import check_weights
 from afield.model.batches import device_of, split_batch
 from afield.model.progress import track
 from afield.model.ranks import several_ranks
 from afield.model.sngp_model import SNGP
 
 _CACHE_BYTES = 2**30  # hidden vectors kept in memory between two looks at the data
-
-
 _SCALE_ROWS = 4096  # hidden vectors whose distances set the length scale
 
 
-class Hidden:
-    """Hidden vectors and targets of a loader, batch by batch; iterated again, from memory if they fit.
+class Examples(NamedTuple):
+    """One batch: hidden vectors (N, d), targets and weights (N,) where there are any."""
 
-    keep  whether to keep them for that; who needs one pass alone keeps the memory constant
+    h: Tensor
+    target: Tensor | None
+    weight: Tensor | None
+
+    def to(self, device: torch.device | None) -> "Examples":
+        return Examples(*(None if t is None else t.to(device) for t in self))  # type: ignore[arg-type]
+
+
+class Hidden:
+    """The examples of a loader, batch by batch; iterated again, from memory if they fit.
+
+    weights  (N,) in the order of the loader, or None
+    keep     whether to keep hidden vectors for a second look; who needs one pass alone keeps the memory constant
     """
 
-    def __init__(self, model: SNGP, loader: Iterable[Any], *, keep: bool = True, progress: bool | None = None) -> None:
+    def __init__(
+        self,
+        model: SNGP,
+        loader: Iterable[Any],
+        *,
+        weights: Tensor | None = None,
+        keep: bool = True,
+        progress: bool | None = None,
+    ) -> None:
         self.model, self.loader, self.keep, self.progress = model, loader, keep, progress
         self.device = device_of(model)
-        self.odd_target = ""  # what stood in place of targets
-        self._cache: list[tuple[Tensor, Tensor | None]] | None = None
+        self.weights = None if weights is None else check_order(torch.as_tensor(weights), loader)
+        self.foreign_target = ""  # the type of what stood in place of targets
+        self._cache: list[Examples] | None = None
 
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor | None]]:
+    def __iter__(self) -> Iterator[Examples]:
         if self._cache is not None:
-            for h, target in self._cache:
-                yield h.to(self.device), None if target is None else target.to(self.device)
+            yield from (examples.to(self.device) for examples in self._cache)
             return
-        cache: list[tuple[Tensor, Tensor | None]] = []
+        cache: list[Examples] = []
         keep, size, rows = self.keep, 0, 0
         for batch in track(self.loader, "hidden features", show=self.progress):
-            args, kwargs, target = split_batch(batch, self.device)
-            h = self.model.hidden(*args, **kwargs)
-            self.model.head.check_finite(h, before=rows)
-            rows += h.shape[0]
-            if target is not None and not isinstance(target, Tensor):  # file names and the like
-                self.odd_target, target = _kind(target), None
-            if target is not None and target.shape[:1] != h.shape[:1]:
-                raise ValueError(f"A batch has {h.shape[0]} inputs and targets of shape {tuple(target.shape)}.")
-            size += h.nbytes
+            examples = self._examples(batch, rows)
+            rows += len(examples.h)
+            size += examples.h.nbytes
             if keep and size > _CACHE_BYTES:
                 keep, cache = False, []
             if keep:
-                cache.append((h.cpu(), None if target is None else target.cpu()))
-            yield h, target
+                cache.append(examples.to(torch.device("cpu")))
+            yield examples
+        if self.weights is not None and rows != len(self.weights):
+            raise ValueError(f"weights must hold one number for each example: got {len(self.weights)} for {rows}.")
         if keep:
             self._cache = cache
+
+    def _examples(self, batch: Any, before: int) -> Examples:
+        """Of one batch; `before` it, the loader gave as many examples."""
+        args, kwargs, target = split_batch(batch, self.device)
+        h = self.model.hidden(*args, **kwargs)
+        self.model.head.check_finite(h, before=before)
+        if target is not None and not isinstance(target, Tensor):  # file names and the like
+            self.foreign_target, target = _type_name(target), None
+        if target is not None and target.shape[:1] != h.shape[:1]:
+            raise ValueError(f"A batch has {h.shape[0]} inputs and targets of shape {tuple(target.shape)}.")
+        weight = None
+        if self.weights is not None:
+            if before + len(h) > len(self.weights):
+                raise ValueError(f"weights must hold one number for each example: got only {len(self.weights)}.")
+            weight = self.weights[before : before + len(h)].to(h.device)
+        return Examples(h, target, weight)
 
     def without_target(self, what: str) -> ValueError:
         """The error to raise where a target is needed and there was none."""
         expected = f"{what} expects batches of (inputs, target)"
-        if not self.odd_target:
+        if not self.foreign_target:
             return ValueError(f"{expected}, got a batch without a target.")
         return ValueError(
-            f"{expected} whose target is a tensor of numbers, got {self.odd_target}. Number the classes from 0, and "
-            "give them as torch.tensor(...)."
+            f"{expected} whose target is a tensor of numbers, got {self.foreign_target}. Number the classes from 0, "
+            "and give them as torch.tensor(...)."
         )
 
 
-def _kind(value: Any) -> str:
-    inner = f" of {type(value[0]).__name__}" if isinstance(value, list | tuple) and value else ""
-    return f"{type(value).__name__}{inner}"
+def check_order(weights: Tensor, loader: Iterable[Any]) -> Tensor:
+    """Weights (N,) for a loader that keeps its order: a shuffled one would give them to other examples."""
+    order = getattr(loader, "sampler", None)
+    order = getattr(getattr(loader, "batch_sampler", None), "sampler", order)
+    if isinstance(order, RandomSampler | SubsetRandomSampler | WeightedRandomSampler):
+        raise ValueError(
+            f"weights are in the order of the loader, and this one has a {type(order).__name__}: use "
+            "DataLoader(..., shuffle=False)."
+        )
+    if weights.dim() != 1:
+        raise ValueError(f"weights must have shape (N,), one for each example, got {tuple(weights.shape)}.")
+    return check_weights(weights, len(weights)).double()
 
 
 def check_target(target: Tensor, head: GaussianProcessHead) -> Tensor:
-    """Targets in the form the likelihood wants: class indices (N,), or numbers (N, K)."""
-    if head.likelihood in ("gaussian", "poisson"):
-        target = target.reshape(target.shape[0], -1).double()
-        if target.shape[1] != head.out_features:
-            raise ValueError(f"The head has {head.out_features} outputs, the targets have {target.shape[1]} columns.")
-        good = torch.isfinite(target) & ((target >= 0) | (head.likelihood == "gaussian"))
-        if not bool(good.all()):
-            raise ValueError(
-                f"{head.likelihood} targets must be finite{' and not negative' * (head.likelihood != 'gaussian')}, "
-                f"got others in rows {_rows(~good.all(1))}."
-            )
-        return target
-    classes = max(head.out_features, 2)
-    target = target.reshape(-1) if target.dim() == 2 and target.shape[1] == 1 else target
-    whole = target.long()
-    if target.dim() != 1 or bool((whole != target).any()):
-        where = f" (first: rows {_rows(whole != target)})" if target.dim() == 1 else ""
-        raise ValueError(
-            f"Class targets must be whole numbers of shape (N,), got {target.dtype} {tuple(target.shape)}{where}."
-        )
-    if whole.numel() and not (int(whole.min()) >= 0 and int(whole.max()) < classes):
-        raise ValueError(
-            f"The model has {classes} classes (0 to {classes - 1}), the targets run from {int(whole.min())} to "
-            f"{int(whole.max())}. Is this the right output layer, or are labels numbered from 1?"
-        )
-    return whole
-
-
-def _rows(bad: Tensor) -> list[int]:
-    return bad.nonzero().flatten().tolist()[:5]
+    """Targets in the form that the likelihood wants: class indices (N,), or numbers (N, K)."""
+    return LIKELIHOODS[head.likelihood].check_targets(target, head.out_features)
 
 
 def adapt(model: SNGP, examples: Hidden) -> None:
-    """Set the head's standardisation and length scale from all hidden vectors, the same on every rank."""
+    """Set the head's standardisation and length scale from all hidden vectors, the same on every rank.
+
+    Weights count in the moments; the length scale looks at the vectors themselves.
+    """
     total, rows, step, kept = None, 0, 1, torch.zeros(0)
-    for h, _ in examples:
+    for h, _, weight in examples:
         double = h.double()
-        moments = torch.stack([double.new_full(h.shape[1:], h.shape[0]), double.sum(0), double.square().sum(0)])
+        count = h.shape[0] if weight is None else float(weight.sum())
+        weighted = double if weight is None else double * weight[:, None]
+        moments = torch.stack([double.new_full(h.shape[1:], count), weighted.sum(0), (weighted * double).sum(0)])
         total = moments if total is None else total + moments
         # Every step-th row of all the data, so that a loader sorted by class shows all classes alike.
         new = h[-rows % step :: step]
@@ -131,3 +150,8 @@ def adapt(model: SNGP, examples: Hidden) -> None:
     mean = first / count
     std = (second / count - mean.square()).clamp_min(0).sqrt()
     model.head.random_features.adapt(kept, (mean, std))
+
+
+def _type_name(value: Any) -> str:
+    inner = f" of {type(value[0]).__name__}" if isinstance(value, list | tuple) and value else ""
+    return f"{type(value).__name__}{inner}"

@@ -17,7 +17,7 @@ _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _DIMENSIONS = ("length", "height", "width", "depth")
 
 
-def explain(net: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Exception | None:
+def clearer_error(net: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Exception | None:
     """A clearer error for inputs that `net` has failed on; None where its own says as much."""
     values = [*args, *kwargs.values()]
     for value in values:

@@ -6,7 +6,7 @@ torch.distributed the pass shards a map-style data set itself: DistributedSample
 """
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -16,20 +16,28 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from afield.errors import NotFitted
 from afield.gp.head import GaussianProcessHead
+from afield.gp.likelihoods import LIKELIHOODS
 from afield.gp.low_rank import LowRank
 from afield.gp.precision import Precision
 from afield.model.evaluating import evaluating
-from afield.model.hidden import Hidden, adapt, check_target
+from afield.model.hidden import Hidden, adapt, check_order, check_target
 from afield.model.ranks import several_ranks, shard_loader, share_statistics
 from afield.model.sngp_model import SNGP
 
 
 def fit_posterior(
-    model: SNGP, loader: Iterable[Any], *, fast: bool = False, sharded: bool | None = None, progress: bool | None = None
+    model: SNGP,
+    loader: Iterable[Any],
+    *,
+    weights: Tensor | None = None,
+    fast: bool = False,
+    sharded: bool | None = None,
+    progress: bool | None = None,
 ) -> int:
     """Fit the posterior precision by one pass without gradients, in evaluation mode; returns the examples it saw.
 
     loader    batches of training data, without augmentation; any earlier posterior is forgotten
+    weights   (N,) of the examples, in the order of the loader: one of weight w counts as w examples; None: one each
     fast      form batch products in the model's dtype: quicker, and two digits poorer
     sharded   under torch.distributed: whether each rank's loader already yields its own part, every example once.
               None shards a map-style data set here, whatever its sampler, and refuses what it cannot shard
@@ -45,8 +53,11 @@ def fit_posterior(
         if several_ranks():
             share_statistics(model.net, skip=model.head)
         try:
+            if weights is not None and several_ranks() and not sharded:
+                weights = check_order(weights, loader)[dist.get_rank() :: dist.get_world_size()]
             twice = not head.random_features.adapted
-            _fit(model, Hidden(model, shard_loader(loader, sharded), keep=twice, progress=progress), fast)
+            part = shard_loader(loader, sharded)
+            _fit(model, Hidden(model, part, weights=weights, keep=twice, progress=progress), fast)
         except BaseException:
             head.reset_posterior()  # part of the data is worse than none: it would answer as if it were all
             raise
@@ -60,34 +71,38 @@ def _fit(model: SNGP, examples: "Hidden", fast: bool) -> None:
     if not head.random_features.adapted:
         adapt(model, examples)
     residuals = torch.zeros(2, dtype=torch.float64)
-    for h, target in examples:
-        head.observe(h, fast=fast)
-        if head.likelihood == "gaussian" and target is not None:
-            error = check_target(target, head) - head(h).double()
-            residuals += torch.tensor([float(error.square().sum()), float(error.numel())], dtype=torch.float64)
+    for h, target, weight in examples:
+        head.observe(h, weights=weight, fast=fast)
+        if LIKELIHOODS[head.likelihood].noisy and target is not None:
+            squares = (check_target(target, head) - head(h).double()).square()
+            count = float(squares.numel())
+            if weight is not None:
+                squares, count = squares * weight[:, None], float(weight.sum()) * squares.shape[1]
+            residuals += torch.tensor([float(squares.sum()), count], dtype=torch.float64)
     residuals = _reduce(head.precision, residuals)
     if not head.num_observed:
         raise ValueError("fit_posterior got an empty loader: there is nothing to fit the posterior to.")
     if residuals[1]:
         gram = head.precision.data[0]
-        head.set_scalars(noise=noise_variance(head, gram, float(residuals[0]), int(residuals[1])))
+        head.set_scalars(noise=noise_variance(head, gram, float(residuals[0]), float(residuals[1])))
     head.precision.factor(float(head.ridge), float(head.noise))
 
 
-def update(model: SNGP, loader: Iterable[Any], *, progress: bool | None = None) -> int:
+def update(model: SNGP, loader: Iterable[Any], *, weights: Tensor | None = None, progress: bool | None = None) -> int:
     """Add new examples to a fitted posterior, after deployment, without the old data; returns the total.
 
     The output weights stay: only the variance learns. p-values are off until `afield.calibrate` runs again.
     """
-    return _revise(model, loader, model.head.observe, progress)
+    return _revise(model, loader, weights, model.head.observe, progress)
 
 
-def downdate(model: SNGP, loader: Iterable[Any], *, progress: bool | None = None) -> int:
+def downdate(model: SNGP, loader: Iterable[Any], *, weights: Tensor | None = None, progress: bool | None = None) -> int:
     """Remove examples from a fitted posterior, exactly, as if they had never been observed; returns the total.
 
-    The model must be the one that observed them (same weights), because their features and curvature are recomputed.
+    The model must be the one that observed them, with the same `weights` of the examples: features and curvature are
+    computed again.
     """
-    return _revise(model, loader, model.head.unobserve, progress)
+    return _revise(model, loader, weights, model.head.unobserve, progress)
 
 
 def merge(model: SNGP, other: SNGP) -> int:
@@ -102,16 +117,18 @@ def merge(model: SNGP, other: SNGP) -> int:
     return model.head.num_observed
 
 
-def _revise(model: SNGP, loader: Iterable[Any], change: Any, progress: bool | None) -> int:
+def _revise(
+    model: SNGP, loader: Iterable[Any], weights: Tensor | None, change: Callable[..., None], progress: bool | None
+) -> int:
     if not model.head.precision.fitted:
         raise NotFitted("The posterior is not fitted: call afield.fit_posterior(model, train_loader) first.")
     with evaluating(model):
-        for h, _ in Hidden(model, loader, keep=False, progress=progress):
-            change(h)
+        for h, _, weight in Hidden(model, loader, weights=weights, keep=False, progress=progress):
+            change(h, weights=weight)
     return model.head.num_observed
 
 
-def noise_variance(head: GaussianProcessHead, gram: Tensor, squares: float, count: int) -> float:
+def noise_variance(head: GaussianProcessHead, gram: Tensor, squares: float, count: float) -> float:
     """The noise variance s^2 = RSS / (n - effective parameters), at its fixed point (MacKay's evidence update).
 
     Weights trained on these examples fit part of the noise: trace((G + r s^2 I)^-1 G) directions' worth of it.

@@ -22,6 +22,7 @@ from afield.bounds.spectral import bounds_of
 from afield.errors import DamagedModel
 from afield.gp.head import SCALARS
 from afield.model import convert
+from afield.model.class_changes import change_outputs
 from afield.model.layers import layers_of
 from afield.model.sngp_model import SNGP
 from afield.version import __version__
@@ -126,9 +127,15 @@ def _rebuild(index: dict[str, Any], net: nn.Module) -> SNGP:
     settings = index["settings"]
     try:
         if index["kind"] == "attach":
-            return convert.attach(net, output=settings["output"], **settings["head"])
-        rules = settings["bound"] or None
-        return convert.sngp(net, rules, output=settings["output"], freeze=settings["freeze"], **settings["head"])
+            model = convert.attach(net, output=settings["output"], **settings["head"])
+        else:
+            rules = settings["bound"] or None
+            model = convert.sngp(net, rules, output=settings["output"], freeze=settings["freeze"], **settings["head"])
+        if classes := settings.get("classes"):
+            zeros = torch.zeros_like(model.head.random_features.phase)
+            added = [nn.Parameter(zeros.clone()) for _ in range(classes["added"])]
+            change_outputs(model, added, classes["dropped"])
+        return model
     except (ValueError, TypeError, KeyError) as error:
         raise DamagedModel(f"The saved model does not fit {type(net).__name__}: {error}") from error
 

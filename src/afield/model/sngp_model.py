@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from afield.bounds.spectral import bounds_of, operator_norm
+from afield.gp.capture import hidden_vectors
 from afield.gp.head import GaussianProcessHead
 from afield.model.batches import device_of, split_batch
 from afield.model.evaluating import evaluating
-from afield.model.input_errors import explain
+from afield.model.input_errors import clearer_error
 from afield.model.layers import layers_of, type_name
 from afield.prediction.prediction import Prediction
 
@@ -55,26 +56,20 @@ class SNGP(nn.Module):
 
     def hidden(self, *args: Any, **kwargs: Any) -> Tensor:
         """The hidden vectors h (N, d) that reach the head."""
-        with self.head.capture() as seen:
-            try:
-                out = self.net(*args, **kwargs)
-            except (RuntimeError, TypeError, IndexError) as error:
-                if (clearer := explain(self.net, args, kwargs)) is None:
-                    raise
-                raise clearer from error
-        if len(seen) != 1:
-            raise RuntimeError(
-                f"The output layer {self.output!r} ran {len(seen)} times in one forward pass, expected once. "
-                "Name the layer that makes the logits with output=..."
-            )
-        logits, expected = getattr(out, "logits", out), seen[0].shape[0] * self.head.out_features
+        try:
+            h, returned = hidden_vectors(self.net, self.output, args, kwargs)
+        except (RuntimeError, TypeError, IndexError) as error:
+            if (clearer := clearer_error(self.net, args, kwargs)) is None:
+                raise
+            raise clearer from error
+        logits, expected = getattr(returned, "logits", returned), h.shape[0] * self.head.out_features
         if isinstance(logits, Tensor) and logits.numel() != expected:
             raise RuntimeError(
                 f"The output layer {self.output!r} makes {self.head.out_features} numbers an input, but the network "
-                f"returned a tensor of shape {tuple(logits.shape)} for {seen[0].shape[0]} inputs: it is not the last "
+                f"returned a tensor of shape {tuple(logits.shape)} for {h.shape[0]} inputs: it is not the last "
                 "layer. Name the layer that makes the logits with output=..."
             )
-        return seen[0]
+        return h
 
     def predict(
         self,

@@ -4,13 +4,16 @@ import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from afield.prediction.predictive import per_output, poisson_rate, shrink
+from afield.prediction.predictive import shrink
+
+if TYPE_CHECKING:
+    from afield.gp.likelihoods import Likelihood
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,25 +96,22 @@ class Prediction:
     @property
     def mean(self) -> Tensor:
         """The expected target (N, K): the mean for gaussian, exp(m + v / 2) for poisson."""
-        if self.likelihood == "gaussian":
-            return self.logits
-        if self.likelihood == "poisson":
-            return poisson_rate(self.logits, self._need("variance", "a mean rate"))
-        raise ValueError(f"A {self.likelihood} prediction has class probabilities (probs), not a mean.")
+        mean = likelihood_of(self).mean
+        if mean is None:
+            raise ValueError(f"A {self.likelihood} prediction has class probabilities (probs), not a mean.")
+        return mean(self.logits, self.variance)
 
     @property
     def std(self) -> Tensor:
         """Standard deviation of the target (N, K): epistemic and observation noise together."""
-        variance = per_output(self._need("variance", "a standard deviation"), self.logits)
-        if self.likelihood == "gaussian":
-            return (variance + (self.noise or 0.0)).sqrt()
-        if self.likelihood == "poisson":  # the variance of a Poisson with a log-normal rate
-            return (self.mean + self.mean**2 * torch.expm1(variance)).sqrt()
-        raise ValueError(f"A {self.likelihood} prediction has class probabilities (probs), not a std.")
+        variance = likelihood_of(self).variance
+        if variance is None:
+            raise ValueError(f"A {self.likelihood} prediction has class probabilities (probs), not a std.")
+        return variance(self.logits, self._need("variance", "a standard deviation"), self.noise or 0.0).sqrt()
 
     def interval(self, level: float = 0.95) -> tuple[Tensor, Tensor]:
         """The central interval of a gaussian prediction that holds the target with probability `level`."""
-        if self.likelihood != "gaussian":
+        if not likelihood_of(self).noisy:
             raise ValueError(f"interval expects a gaussian prediction, got a {self.likelihood} one.")
         if not 0 < level < 1:
             raise ValueError(f"level must lie strictly between 0 and 1, got {level}.")
@@ -135,11 +135,11 @@ class Prediction:
     def score(self, name: str | None = None) -> Tensor:
         """How far (N,) from the training data: higher is further. Names: `afield.scores.SCORES`.
 
-        The default, on which p-values rest, is dempster_shafer for classes and variance otherwise.
+        The default, on which p-values rest, is the likelihood's: dempster_shafer for classes, variance otherwise.
         """
         from afield.prediction.scores import SCORES  # scores read a Prediction, so they cannot be imported before it
 
-        return SCORES[name or ("variance" if self.probs is None else "dempster_shafer")](self)
+        return SCORES[name or likelihood_of(self).score](self)
 
     def adjusted_logits(self) -> Tensor:
         """The logits after mean-field shrinkage, m / sqrt(1 + pi/8 v): what the default probabilities are made of."""
@@ -158,3 +158,10 @@ class Prediction:
         if value is None:
             raise ValueError(f"{what} needs {field}, which this {self.likelihood} prediction lacks. {advice}".rstrip())
         return value
+
+
+def likelihood_of(prediction: Prediction) -> "Likelihood":
+    """The value behind the name that a prediction carries: likelihoods are made of predictives, one room further."""
+    from afield.gp.likelihoods import LIKELIHOODS
+
+    return LIKELIHOODS[prediction.likelihood]

@@ -1,0 +1,67 @@
+"""Hidden vectors on their way through a network: taken where the output layer stands, whatever is around it.
+
+A network may take anything and return anything, so hidden vectors are not computed apart: the network runs as it is,
+and its output layer hands over what reaches it, with zeros in place of logits.
+"""
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_CAPTURED: ContextVar[list[Tensor] | None] = ContextVar("captured hidden vectors", default=None)
+
+
+class Tap(nn.Module):
+    """Stands where an output layer was, and only hands over what reaches it."""
+
+    def __init__(self, out_features: int) -> None:
+        super().__init__()
+        self.out_features = out_features
+
+    def forward(self, h: Tensor) -> Tensor:
+        zeros = handed_over(self, h, self.out_features)
+        if zeros is None:
+            raise RuntimeError("A Tap has no logits: run the network by `hidden_vectors`.")
+        return zeros
+
+
+def hidden_vectors(net: nn.Module, output: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Tensor, Any]:
+    """The hidden vectors that reach the layer `output` in one pass, and what the network returned."""
+    with _capturing(net.get_submodule(output)) as captured:
+        returned = net(*args, **kwargs)
+    if len(captured) != 1:
+        raise RuntimeError(
+            f"The output layer {output!r} ran {len(captured)} times in one forward pass, expected once. "
+            "Name the layer that makes the logits with output=..."
+        )
+    return captured[0], returned
+
+
+def handed_over(layer: nn.Module, h: Tensor, out_features: int) -> Tensor | None:
+    """Zeros (N, K) in place of logits if the hidden vectors h are wanted; None otherwise."""
+    dynamo = torch.compiler.is_dynamo_compiling()
+    captured = getattr(layer, "captured", None) if dynamo else _CAPTURED.get()
+    if captured is None:
+        return None
+    captured.append(h)
+    return h.new_zeros(h.shape[0], out_features)
+
+
+@contextlib.contextmanager
+def _capturing(layer: nn.Module) -> Iterator[list[Tensor]]:
+    """Collect what reaches an output layer in this thread."""
+    captured: list[Tensor] = []
+    if torch.compiler.is_dynamo_compiling():  # dynamo follows no ContextVar; nor do threads share a trace
+        layer.captured = captured  # type: ignore[assignment]
+        yield captured
+        layer.captured = None  # type: ignore[assignment]
+        return
+    token = _CAPTURED.set(captured)
+    try:
+        yield captured
+    finally:
+        _CAPTURED.reset(token)
