@@ -1,5 +1,7 @@
 """Methods: how to build, train, finish and query a model. `METHODS[name]` is one; a combination is one line."""
 
+from typing import Any
+
 from afield.methods.augmix import augmix
 from afield.methods.dense import dense
 from afield.methods.dropout import mc_dropout
@@ -15,7 +17,7 @@ from afield.methods.isomax import isomax_plus
 from afield.methods.method import Method
 from afield.registry import Registry
 
-METHODS: Registry[Method] = Registry("method")
+METHODS: Registry[Method[Any]] = Registry("method")
 METHODS["dnn"] = dense()
 METHODS["dnn-sn"] = dense(bounded=True)
 METHODS["dnn-gp"] = gaussian_process()

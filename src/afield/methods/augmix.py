@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from afield.methods.method import Method
+from afield.methods.method import Method, Model
 
 LONGEST = 3
 _LOWEST_LEVEL = 0.1
@@ -28,8 +28,8 @@ _HIGHEST_LEVEL = 10
 
 
 def augmix(
-    method: Method, *, width: int = 3, alpha: float = 1.0, severity: float = 3, depth: int | None = None
-) -> Method:
+    method: Method[Model], *, width: int = 3, alpha: float = 1.0, severity: float = 3, depth: int | None = None
+) -> Method[Model]:
     """The method, trained on mixed images; batches are (images, ...) with images (N, C, H, W) in [0, 1].
 
     width     chains for an image

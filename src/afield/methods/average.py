@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from afield.gp.likelihoods import LIKELIHOODS
 from afield.prediction.prediction import Prediction
 
 
@@ -20,13 +21,13 @@ def average(predictions: Sequence[Prediction]) -> Prediction:
     likelihood = predictions[0].likelihood
     outputs = torch.stack([p.logits for p in predictions])
     variance = mean_of([p.variance for p in predictions])
-    if likelihood == "gaussian":
-        spread = outputs.var(0, correction=0)
+    if LIKELIHOODS[likelihood].noisy:
+        between = outputs.var(0, correction=0)
         if variance is None:
             raise ValueError("Averaging gaussian predictions needs their variance.")
         within = variance[:, None] if variance.dim() == 1 else variance
         noise = sum(p.noise or 0.0 for p in predictions) / len(predictions)
-        return Prediction(outputs.mean(0), spread + within, noise=noise, likelihood=likelihood)
+        return Prediction(outputs.mean(0), between + within, noise=noise, likelihood=likelihood)
     probs = _stacked([p.probs for p in predictions])
     if probs is None:
         raise ValueError(f"Averaging expects class probabilities or gaussian targets, got {likelihood} predictions.")

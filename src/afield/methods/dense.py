@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from afield.methods.method import BackboneFactory, Method
+from afield.gp.likelihoods import LIKELIHOODS
+from afield.methods.method import BackboneFactory, Method, check_likelihood
 from afield.model.convert import BoundRules, bound_layers
 from afield.model.evaluating import evaluating
 from afield.prediction.prediction import Prediction
@@ -22,18 +23,16 @@ class Dense(nn.Sequential):
     noise: Tensor
 
     def __init__(self, backbone: BackboneFactory, num_outputs: int, settings: Settings) -> None:
-        if settings.likelihood not in ("categorical", "gaussian"):
-            raise ValueError(f"Methods expect categorical or gaussian targets, got {settings.likelihood}.")
         hidden = backbone()
         super().__init__(hidden, nn.Linear(int(hidden.out_features), num_outputs))  # type: ignore[arg-type]
-        self.likelihood = settings.likelihood
+        self.likelihood = check_likelihood(settings)
         self.register_buffer("noise", torch.ones((), dtype=torch.float64))
 
 
-def dense(*, bounded: bool = False) -> Method:
+def dense(*, bounded: bool = False) -> Method[Dense]:
     """A network with a dense output layer; `bounded`: hidden layers have the settings' bound."""
 
-    def build(backbone: BackboneFactory, num_outputs: int, settings: Settings = Settings(), /) -> nn.Module:
+    def build(backbone: BackboneFactory, num_outputs: int, settings: Settings = Settings(), /) -> Dense:
         net = Dense(backbone, num_outputs, settings)
         bound_layers(net, bound_rules(settings) if bounded else None, skip=_OUTPUT)
         return net
@@ -48,8 +47,7 @@ def bound_rules(settings: Settings) -> BoundRules:
     return {f"0.{name}": settings.bound for name in settings.bounded}
 
 
-def predict(model: nn.Module, x: Any) -> Prediction:
-    assert isinstance(model, nn.Sequential)
+def predict(model: nn.Sequential, x: Any) -> Prediction:
     with evaluating(model):
         return predict_hidden(model, model[0](x))
 
@@ -58,16 +56,15 @@ def predict(model: nn.Module, x: Any) -> Prediction:
 def predict_hidden(model: nn.Sequential, hidden: Tensor) -> Prediction:
     """From the hidden vectors on."""
     output = model[1](hidden)
-    if isinstance(model, Dense) and model.likelihood == "gaussian":
+    if isinstance(model, Dense) and LIKELIHOODS[model.likelihood].noisy:
         variance = torch.zeros_like(output[:, 0])
-        return Prediction(output, variance, features=hidden, noise=float(model.noise), likelihood="gaussian")
+        return Prediction(output, variance, features=hidden, noise=float(model.noise), likelihood=model.likelihood)
     return Prediction(output, probs=to_probs(output), features=hidden)
 
 
-def fit_noise(model: nn.Module, train: Iterable[Any], val: Iterable[Any], settings: Settings = Settings(), /) -> None:
+def fit_noise(model: Dense, train: Iterable[Any], val: Iterable[Any], settings: Settings = Settings(), /) -> None:
     """The noise of a gaussian model: its mean squared error on data that it was not trained on."""
-    assert isinstance(model, Dense)
-    if model.likelihood != "gaussian":
+    if not LIKELIHOODS[model.likelihood].noisy:
         return
     squares = [(predict(model, x).logits - y.reshape(len(y), -1)).double().square() for x, y in val]
     model.noise.copy_(torch.cat(squares).mean())

@@ -19,14 +19,14 @@ import torch
 from torch import Tensor, nn
 
 from afield.methods.average import average
-from afield.methods.method import BackboneFactory, Method
+from afield.methods.method import BackboneFactory, Method, Model
 from afield.prediction.prediction import Prediction
 from afield.settings import Settings
 
 _SAMPLING: ContextVar[torch.Generator | None] = ContextVar("generator of dropout masks", default=None)
 
 
-def mc_dropout(method: Method, samples: int = 10, *, filter_wise: bool = False, seed: int = 0) -> Method:
+def mc_dropout(method: Method[Model], samples: int = 10, *, filter_wise: bool = False, seed: int = 0) -> Method[Model]:
     """The method with its dropout layers (modules, not calls of F.dropout) active at prediction.
 
     filter_wise  drop whole channels of convolutional features (N, C, ...), in training and at prediction, as
@@ -38,13 +38,13 @@ def mc_dropout(method: Method, samples: int = 10, *, filter_wise: bool = False, 
     if samples < 1:
         raise ValueError(f"mc_dropout needs at least one sample, got samples={samples}.")
 
-    def build(backbone: BackboneFactory, num_outputs: int, settings: Settings = Settings(), /) -> nn.Module:
+    def build(backbone: BackboneFactory, num_outputs: int, settings: Settings = Settings(), /) -> Model:
         model = method.build(backbone, num_outputs, settings)
         if not _replace_dropout(model, filter_wise, settings.dropout):
             raise ValueError("mc_dropout expects a backbone with dropout layers (nn.Dropout, nn.Dropout2d), got none.")
         return model
 
-    def predict(model: nn.Module, x: Any) -> Prediction:
+    def predict(model: Model, x: Any) -> Prediction:
         predictions = []
         for s in range(samples):
             with _sampling(torch.Generator().manual_seed(seed * samples + s)):

@@ -13,18 +13,18 @@ Twice the mean of p-values is a p-value, however they depend on each other (Vovk
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from afield.methods.average import average, mean_of
-from afield.methods.method import BackboneFactory, Members, Method
+from afield.methods.method import BackboneFactory, Members, Method, Model
 from afield.prediction.prediction import Prediction
 from afield.settings import Settings
 
 
-def ensemble(method: Method, size: int | None = None) -> Method:
+def ensemble(method: Method[Model], size: int | None = None) -> Method[nn.ModuleList]:
     """`size` models of a method, trained side by side; their model is the ModuleList of the members.
 
     size  None: the settings' `members`
@@ -32,7 +32,7 @@ def ensemble(method: Method, size: int | None = None) -> Method:
     if size is not None and size < 1:
         raise ValueError(f"An ensemble needs at least one member, got size={size}.")
 
-    def build(backbone: BackboneFactory, num_outputs: int, settings: Settings = Settings(), /) -> nn.Module:
+    def build(backbone: BackboneFactory, num_outputs: int, settings: Settings = Settings(), /) -> nn.ModuleList:
         count = size or settings.members
         members = nn.ModuleList([method.build(backbone, num_outputs, settings) for _ in range(count)])
         if len(list(members.parameters())) < sum(len(list(m.parameters())) for m in members):
@@ -42,16 +42,21 @@ def ensemble(method: Method, size: int | None = None) -> Method:
             )
         return members
 
-    def loss(model: nn.Module, batch: Any) -> Tensor:
+    def loss(model: nn.ModuleList, batch: Any) -> Tensor:
         assert method.loss is not None
-        return torch.stack([method.loss(member, batch) for member in _members(model)]).sum()
+        return torch.stack([method.loss(member, batch) for member in members_of(model)]).sum()
 
-    def finish(model: nn.Module, train: Iterable[Any], val: Iterable[Any], settings: Settings = Settings(), /) -> None:
-        for member in _members(model):
+    def members_of(model: nn.ModuleList) -> Iterator[Model]:
+        return cast(Iterator[Model], iter(model))
+
+    def finish(
+        model: nn.ModuleList, train: Iterable[Any], val: Iterable[Any], settings: Settings = Settings(), /
+    ) -> None:
+        for member in members_of(model):
             method.finish(member, train, val, settings)
 
-    def predict(model: nn.Module, x: Any) -> Prediction:
-        return combine([method.predict(member, x) for member in _members(model)])
+    def predict(model: nn.ModuleList, x: Any) -> Prediction:
+        return combine([method.predict(member, x) for member in members_of(model)])
 
     return Method(
         build, predict, loss if method.loss else None, finish, method.transform, Members(method, size, combine)
@@ -66,8 +71,3 @@ def combine(predictions: Sequence[Prediction]) -> Prediction:
         return dataclasses.replace(average(predictions), p_value=p_value, smallest_p_value=smallest_p_value or None)
     p_value = (2 * p_value).clamp_max(1)
     return dataclasses.replace(average(predictions), p_value=p_value, smallest_p_value=min(1.0, 2 * smallest_p_value))
-
-
-def _members(model: nn.Module) -> Iterator[nn.Module]:
-    assert isinstance(model, nn.ModuleList)
-    return iter(model)

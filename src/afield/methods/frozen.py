@@ -15,9 +15,9 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from afield.gp.likelihoods import likelihood_for
 from afield.methods.dense import Dense, fit_noise, predict_hidden
 from afield.methods.gp import of_head
 from afield.methods.method import BackboneFactory, Method
@@ -36,31 +36,29 @@ _MEMORY: "weakref.WeakKeyDictionary[nn.Module, dict[bytes, Tensor]]" = weakref.W
 Examples = list[tuple[Tensor, Tensor]]
 
 
-def frozen_dense() -> Method:
+def frozen_dense() -> Method[Dense]:
     """The backbone with a dense output layer fitted to it."""
 
-    def build(backbone: BackboneFactory, num_outputs: int, settings: Settings = Settings(), /) -> nn.Module:
+    def build(backbone: BackboneFactory, num_outputs: int, settings: Settings = Settings(), /) -> Dense:
         return Dense(backbone, num_outputs, settings).requires_grad_(False)
 
-    def finish(model: nn.Module, train: Iterable[Any], val: Iterable[Any], settings: Settings = Settings(), /) -> None:
-        assert isinstance(model, Dense)
+    def finish(model: Dense, train: Iterable[Any], val: Iterable[Any], settings: Settings = Settings(), /) -> None:
         fit_linear(model[1], hidden(model[0], train), settings.ridge)  # type: ignore[arg-type]
         fit_noise(model, train, val, settings)
 
-    def predict(model: nn.Module, x: Any) -> Prediction:
-        assert isinstance(model, Dense)
+    def predict(model: Dense, x: Any) -> Prediction:
         return predict_hidden(model, recall(model[0], x))
 
     return Method(build, predict, None, finish)
 
 
-def frozen_attach() -> Method:
+def frozen_attach() -> Method[SNGP]:
     """The backbone with a dense output layer fitted to it, and a variance attached to that."""
 
-    def build(backbone: BackboneFactory, num_outputs: int, settings: Settings = Settings(), /) -> nn.Module:
+    def build(backbone: BackboneFactory, num_outputs: int, settings: Settings = Settings(), /) -> SNGP:
         return attach(nn.Sequential(*Dense(backbone, num_outputs, settings)), **of_head(settings))
 
-    def finish(model: nn.Module, train: Iterable[Any], val: Iterable[Any], settings: Settings = Settings(), /) -> None:
+    def finish(model: SNGP, train: Iterable[Any], val: Iterable[Any], settings: Settings = Settings(), /) -> None:
         head, (seen, held_out) = _head_alone(model), _hidden_of(model, train, val)
         assert isinstance(head.head.mean, nn.Linear)
         fit_linear(head.head.mean, seen, settings.ridge)
@@ -70,13 +68,13 @@ def frozen_attach() -> Method:
     return Method(build, _predict, None, finish)
 
 
-def frozen_gp() -> Method:
+def frozen_gp() -> Method[SNGP]:
     """The backbone with a Gaussian-process output layer fitted to it."""
 
-    def build(backbone: BackboneFactory, num_outputs: int, settings: Settings = Settings(), /) -> nn.Module:
+    def build(backbone: BackboneFactory, num_outputs: int, settings: Settings = Settings(), /) -> SNGP:
         return sngp(nn.Sequential(*Dense(backbone, num_outputs, settings)), None, freeze=True, **of_head(settings))
 
-    def finish(model: nn.Module, train: Iterable[Any], val: Iterable[Any], settings: Settings = Settings(), /) -> None:
+    def finish(model: SNGP, train: Iterable[Any], val: Iterable[Any], settings: Settings = Settings(), /) -> None:
         head, (seen, held_out) = _head_alone(model), _hidden_of(model, train, val)
         fit_head(head, seen, progress=False)
         fit_posterior(head, seen, progress=False)
@@ -89,18 +87,12 @@ def fit_linear(layer: nn.Linear, examples: Examples, ridge: float) -> None:
     """The optimum of the objective above, by L-BFGS in float64."""
     h, y = (torch.cat(parts) for parts in zip(*examples, strict=True))
     h = torch.cat([h.double(), torch.ones(len(h), 1, dtype=torch.float64, device=h.device)], dim=1)
-    real = y.is_floating_point()
+    loss, y = likelihood_for(y).loss, y.reshape(len(y), -1).double() if y.is_floating_point() else y
     weights = torch.zeros(layer.out_features, h.shape[1], dtype=torch.float64, device=h.device, requires_grad=True)
     optimizer = torch.optim.LBFGS([weights], max_iter=_STEPS, tolerance_grad=1e-6, line_search_fn="strong_wolfe")
 
     def objective() -> Tensor:
-        output = h @ weights.T
-        nll = (
-            F.mse_loss(output, y.to(output).reshape_as(output), reduction="sum") / 2
-            if real
-            else F.cross_entropy(output, y, reduction="sum")
-        )
-        return (nll + ridge / 2 * weights[:, :-1].square().sum()) / len(h)
+        return (loss(h @ weights.T, y).sum() + ridge / 2 * weights[:, :-1].square().sum()) / len(h)
 
     def closure() -> Tensor:
         optimizer.zero_grad()
@@ -133,22 +125,18 @@ def recall(backbone: nn.Module, x: Tensor) -> Tensor:
     return torch.stack(rows)
 
 
-def _predict(model: nn.Module, x: Any) -> Prediction:
-    assert isinstance(model, SNGP)
+def _predict(model: SNGP, x: Any) -> Prediction:
     return _head_alone(model).predict(recall(_backbone(model), x))
 
 
-def _hidden_of(model: nn.Module, *loaders: Iterable[Any]) -> list[Examples]:
+def _hidden_of(model: SNGP, *loaders: Iterable[Any]) -> list[Examples]:
     return [hidden(_backbone(model), loader) for loader in loaders]
 
 
-def _backbone(model: nn.Module) -> nn.Module:
-    assert isinstance(model, SNGP)
-    assert isinstance(model.net, nn.Sequential)
-    return model.net[0]
+def _backbone(model: SNGP) -> nn.Module:
+    return model.net.get_submodule("0")
 
 
-def _head_alone(model: nn.Module) -> SNGP:
+def _head_alone(model: SNGP) -> SNGP:
     """The model's own head as a model of hidden vectors."""
-    assert isinstance(model, SNGP)
     return SNGP(model.head, "", kind=model.kind, settings=model.settings, reasons={})

@@ -17,10 +17,10 @@ from afield.settings import Settings
 _OF_HEAD = ("likelihood", "num_random_features", "length_scale", "ridge", "covariance", "curvature")
 
 
-def gaussian_process(*, bounded: bool = False) -> Method:
+def gaussian_process(*, bounded: bool = False) -> Method[SNGP]:
     """A network with a Gaussian-process output layer; `bounded`: hidden layers have the settings' bound."""
 
-    def build(backbone: BackboneFactory, num_outputs: int, settings: Settings = Settings(), /) -> nn.Module:
+    def build(backbone: BackboneFactory, num_outputs: int, settings: Settings = Settings(), /) -> SNGP:
         net = Dense(backbone, num_outputs, settings)
         return sngp(nn.Sequential(*net), bound_rules(settings) if bounded else None, **of_head(settings))
 
@@ -32,12 +32,10 @@ def of_head(settings: Settings) -> dict[str, Any]:
     return {name: getattr(settings, name) for name in _OF_HEAD}
 
 
-def _finish(model: nn.Module, train: Iterable[Any], val: Iterable[Any], settings: Settings = Settings(), /) -> None:
-    assert isinstance(model, SNGP)
+def _finish(model: SNGP, train: Iterable[Any], val: Iterable[Any], settings: Settings = Settings(), /) -> None:
     fit_posterior(model, train, progress=False)
     calibrate(model, val, amplitude=settings.amplitude, progress=False)
 
 
-def predict_gp(model: nn.Module, x: Any) -> Prediction:
-    assert isinstance(model, SNGP)
+def predict_gp(model: SNGP, x: Any) -> Prediction:
     return model.predict(x)

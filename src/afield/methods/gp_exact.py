@@ -21,10 +21,11 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from afield.gp.features import median_distance
-from afield.methods.kernel import Kernel, KernelModel, gather, import_gpytorch, pivots, predict
+from afield.gp.likelihoods import LIKELIHOODS
+from afield.methods.kernel import FittedKernel, KernelModel, gather, import_gpytorch, pivots, predict
 from afield.methods.method import BackboneFactory, Method
 from afield.prediction.prediction import Prediction
 from afield.prediction.predictive import to_probs
@@ -53,16 +54,16 @@ class GaussianWeights(KernelModel):
 
     def predict(self, x: Tensor) -> Prediction:
         mean, variance = self.posterior(x)
-        if self.likelihood == "gaussian":
-            return Prediction(mean, variance[:, 0], noise=float(self.noise), likelihood="gaussian")
+        if LIKELIHOODS[self.likelihood].noisy:
+            return Prediction(mean, variance[:, 0], noise=float(self.noise), likelihood=self.likelihood)
         members = to_probs(mean + variance.sqrt() * standard_normal(self.num_outputs).to(mean)[:, None])
         return Prediction(mean, variance, members.mean(0), members)
 
 
-def gp_exact() -> Method:
+def gp_exact() -> Method[GaussianWeights]:
     """The exact posterior; nothing in it is random."""
 
-    def build(backbone: BackboneFactory, num_outputs: int, settings: Settings = Settings(), /) -> nn.Module:
+    def build(backbone: BackboneFactory, num_outputs: int, settings: Settings = Settings(), /) -> GaussianWeights:
         return GaussianWeights(num_outputs, settings)
 
     return Method(build, predict, None, _finish)
@@ -75,14 +76,14 @@ def as_regression(y: Tensor, likelihood: str) -> tuple[Tensor, Tensor | None]:
     centred: a softmax does not see their common level, and zero is then the prior. The level is one for all classes,
     so that far from the data all are equally probable, however often each occurs.
     """
-    if likelihood == "gaussian":
+    if LIKELIHOODS[likelihood].noisy:
         return y.T, None
     dirichlet = import_gpytorch().likelihoods.DirichletClassificationLikelihood(y, dtype=torch.float64)
     target = dirichlet.transformed_targets
     return target - target.mean(), dirichlet.noise
 
 
-def fit_kernel(x: Tensor, y: Tensor, likelihood: str, length_scale: float | None = None) -> Kernel:
+def fit_kernel(x: Tensor, y: Tensor, likelihood: str, length_scale: float | None = None) -> FittedKernel:
     """The kernel of greatest marginal likelihood on at most 500 of the examples; a given length scale stays."""
     gpytorch = import_gpytorch()
     some = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))[:_MOST_EXAMPLES]
@@ -121,7 +122,7 @@ def fit_kernel(x: Tensor, y: Tensor, likelihood: str, length_scale: float | None
     with torch.enable_grad(), gpytorch.settings.max_cholesky_size(_MOST_EXAMPLES):
         optimizer.step(closure)
     scale = float(unit) ** 2
-    return Kernel(
+    return FittedKernel(
         start if length_scale else start * gp.kernel.base_kernel.lengthscale.item(),
         gp.kernel.outputscale.item() * scale,
         gp.likelihood.noise.item() * scale if noise is None else 0.0,
@@ -136,8 +137,9 @@ def standard_normal(dimension: int) -> Tensor:
 
 
 @torch.no_grad()
-def _finish(model: nn.Module, train: Iterable[Any], val: Iterable[Any], settings: Settings = Settings(), /) -> None:
-    assert isinstance(model, GaussianWeights)
+def _finish(
+    model: GaussianWeights, train: Iterable[Any], val: Iterable[Any], settings: Settings = Settings(), /
+) -> None:
     x, y = gather(train, model.likelihood)
     kernel = fit_kernel(x, y, model.likelihood, settings.length_scale)
     target, noise = as_regression(y, model.likelihood)

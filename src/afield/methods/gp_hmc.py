@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from afield.gp.likelihoods import LIKELIHOODS
 from afield.methods.gp_exact import fit_kernel
@@ -48,7 +48,7 @@ class SampledWeights(KernelModel):
     divergences: Tensor
 
     def __init__(self, num_outputs: int, settings: Settings) -> None:
-        functions = num_outputs if settings.likelihood == "gaussian" else num_outputs - 1
+        functions = num_outputs - LIKELIHOODS[settings.likelihood].of_classes
         found = dict.fromkeys(("r_hat", "effective_samples", "divergences"), ())
         super().__init__(settings, {"draws": (None, None, functions), **found})
         self.num_outputs = num_outputs
@@ -57,7 +57,7 @@ class SampledWeights(KernelModel):
     def directions(self) -> Tensor:
         """C: the identity for real targets, an orthonormal basis of the vectors that sum to zero for logits."""
         identity = torch.eye(self.num_outputs).to(self.anchors)
-        if self.likelihood == "gaussian":
+        if LIKELIHOODS[self.likelihood].noisy:
             return identity
         return torch.linalg.qr(torch.cat([torch.ones_like(identity[:, :1]), identity[:, :-1]], dim=1))[0][:, 1:].T
 
@@ -66,22 +66,23 @@ class SampledWeights(KernelModel):
         directions = self.directions
         means = torch.einsum("nm,smj->snj", phi, self.draws) @ directions
         variance = means.var(0, correction=0) + rest[:, None] * directions.square().sum(0)
-        if self.likelihood == "gaussian":
-            return Prediction(means.mean(0), variance, noise=float(self.noise), likelihood="gaussian")
+        if LIKELIHOODS[self.likelihood].noisy:
+            return Prediction(means.mean(0), variance, noise=float(self.noise), likelihood=self.likelihood)
         members = mean_field(means, 2 * rest)
         return Prediction(means.mean(0), variance, members.mean(0), members)
 
 
-def gp_hmc(draws: int = 100, warmup: int = 100, chains: int = 2) -> Method:
+def gp_hmc(draws: int = 100, warmup: int = 100, chains: int = 2) -> Method[SampledWeights]:
     """`draws` of each of the chains, after `warmup` steps that choose the step size."""
     if draws < 4 or warmup < 1 or chains < 1:
         raise ValueError(f"Expected at least 4 draws, 1 warm-up step and 1 chain, got {draws}, {warmup} and {chains}.")
 
-    def build(backbone: BackboneFactory, num_outputs: int, settings: Settings = Settings(), /) -> nn.Module:
+    def build(backbone: BackboneFactory, num_outputs: int, settings: Settings = Settings(), /) -> SampledWeights:
         return SampledWeights(num_outputs, settings)
 
-    def finish(model: nn.Module, train: Iterable[Any], val: Iterable[Any], settings: Settings = Settings(), /) -> None:
-        assert isinstance(model, SampledWeights)
+    def finish(
+        model: SampledWeights, train: Iterable[Any], val: Iterable[Any], settings: Settings = Settings(), /
+    ) -> None:
         x, y = gather(train, model.likelihood)
         kernel = fit_kernel(x, y, model.likelihood, settings.length_scale)
         model.place(pivots(x, kernel, _TOLERANCE), kernel)
@@ -109,7 +110,7 @@ def _factor(phi: Tensor, curvature: Tensor) -> Tensor:
 
 def _curvature(logits: Tensor, likelihood: str, noise: float) -> Tensor:
     """(N,): the mean of the K - 1 non-zero eigenvalues of diag(p) - p p^T, or 1 / noise."""
-    if likelihood == "gaussian":
+    if LIKELIHOODS[likelihood].noisy:
         return torch.full_like(logits[:, 0], 1 / noise)
     return (1 - logits.softmax(1).square().sum(1)) / (logits.shape[1] - 1)
 

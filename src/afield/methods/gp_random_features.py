@@ -16,9 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from afield.errors import NotFitted
+from afield.gp.likelihoods import LIKELIHOODS
 from afield.methods.gp_exact import fit_kernel
-from afield.methods.kernel import Kernel, gather
-from afield.methods.method import BackboneFactory, Method
+from afield.methods.kernel import FittedKernel, gather
+from afield.methods.method import BackboneFactory, Method, check_likelihood
 from afield.model.calibration import calibrate
 from afield.model.convert import sngp
 from afield.model.evaluating import evaluating
@@ -38,9 +39,7 @@ class RandomFeatureModel(nn.Module):
 
     def __init__(self, num_outputs: int, settings: Settings) -> None:
         super().__init__()
-        if settings.likelihood not in ("categorical", "gaussian"):
-            raise ValueError(f"Methods expect categorical or gaussian targets, got {settings.likelihood}.")
-        self.num_outputs, self.likelihood = num_outputs, settings.likelihood
+        self.num_outputs, self.likelihood = num_outputs, check_likelihood(settings)
         self._options: dict[str, Any] = {
             "likelihood": settings.likelihood,
             "num_random_features": settings.num_random_features,
@@ -63,21 +62,22 @@ class RandomFeatureModel(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
-def gp_random_features() -> Method:
+def gp_random_features() -> Method[RandomFeatureModel]:
     """The settings' number of random features, drawn from torch's global state."""
 
-    def build(backbone: BackboneFactory, num_outputs: int, settings: Settings = Settings(), /) -> nn.Module:
+    def build(backbone: BackboneFactory, num_outputs: int, settings: Settings = Settings(), /) -> RandomFeatureModel:
         return RandomFeatureModel(num_outputs, settings)
 
     return Method(build, _predict, None, _finish)
 
 
-def _finish(model: nn.Module, train: Iterable[Any], val: Iterable[Any], settings: Settings = Settings(), /) -> None:
-    assert isinstance(model, RandomFeatureModel)
+def _finish(
+    model: RandomFeatureModel, train: Iterable[Any], val: Iterable[Any], settings: Settings = Settings(), /
+) -> None:
     x, y = gather(train, model.likelihood)
     kernel = fit_kernel(x, y, model.likelihood, settings.length_scale)
     gp = model.start(x.shape[1], length_scale=kernel.length_scale, ridge=1 / kernel.output_scale)
-    if model.likelihood == "gaussian":
+    if LIKELIHOODS[model.likelihood].noisy:
         with evaluating(gp):
             _regress(gp, x, y, kernel)
             gp.head.set_reference(_predict(model, gather(val, model.likelihood)[0].to(gp.head.weight.dtype)).score())
@@ -87,7 +87,7 @@ def _finish(model: nn.Module, train: Iterable[Any], val: Iterable[Any], settings
         calibrate(gp, val, amplitude=settings.amplitude, progress=False)
 
 
-def _regress(gp: SNGP, x: Tensor, y: Tensor, kernel: Kernel) -> None:
+def _regress(gp: SNGP, x: Tensor, y: Tensor, kernel: FittedKernel) -> None:
     head = gp.head
     head.set_scalars(noise=kernel.noise)
     right = torch.zeros(head.weight.shape[1], y.shape[1], dtype=torch.float64)
@@ -99,8 +99,7 @@ def _regress(gp: SNGP, x: Tensor, y: Tensor, kernel: Kernel) -> None:
     head.precision.factor(float(head.ridge), kernel.noise)
 
 
-def _predict(model: nn.Module, x: Tensor) -> Prediction:
-    assert isinstance(model, RandomFeatureModel)
+def _predict(model: RandomFeatureModel, x: Tensor) -> Prediction:
     if model.gp is None:
         raise NotFitted("This Gaussian process is not fitted: call the method's finish(model, train, val) first.")
     return Prediction.cat([model.gp.predict(part) for part in x.split(_BATCH)])

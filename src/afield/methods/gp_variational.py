@@ -19,30 +19,32 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from afield.gp.likelihoods import LIKELIHOODS
 from afield.methods.gp_exact import GaussianWeights, fit_kernel
-from afield.methods.kernel import Kernel, gather, import_gpytorch, predict
+from afield.methods.kernel import FittedKernel, gather, import_gpytorch, predict
 from afield.methods.method import BackboneFactory, Method
 from afield.settings import Settings
 
 _JITTER = 1e-6  # inducing points may meet
 
 
-def gp_variational(num_inducing: int = 20, steps: int = 200, learning_rate: float = 0.2) -> Method:
+def gp_variational(num_inducing: int = 20, steps: int = 200, learning_rate: float = 0.2) -> Method[GaussianWeights]:
     """`learning_rate` of the inducing points, in units of the length scale; it falls to zero over the steps."""
     if num_inducing < 1 or steps < 1:
         raise ValueError(f"Expected at least one inducing point and step, got {num_inducing} and {steps}.")
 
-    def build(backbone: BackboneFactory, num_outputs: int, settings: Settings = Settings(), /) -> nn.Module:
+    def build(backbone: BackboneFactory, num_outputs: int, settings: Settings = Settings(), /) -> GaussianWeights:
         return GaussianWeights(num_outputs, settings)
 
-    def finish(model: nn.Module, train: Iterable[Any], val: Iterable[Any], settings: Settings = Settings(), /) -> None:
-        assert isinstance(model, GaussianWeights)
+    def finish(
+        model: GaussianWeights, train: Iterable[Any], val: Iterable[Any], settings: Settings = Settings(), /
+    ) -> None:
         x, y = gather(train, model.likelihood)
         kernel = fit_kernel(x, y, model.likelihood, settings.length_scale)
         # In units of the length scale, so that one learning rate serves all data.
-        unit = Kernel(1.0, kernel.output_scale, kernel.noise)
+        unit = FittedKernel(1.0, kernel.output_scale, kernel.noise)
         start = x[torch.randperm(len(x))[:num_inducing]] / kernel.length_scale
         anchors, mean, lower = _maximize(
             x / kernel.length_scale, y, unit, start, model.num_outputs, model.likelihood, steps, learning_rate
@@ -54,7 +56,7 @@ def gp_variational(num_inducing: int = 20, steps: int = 200, learning_rate: floa
 
 
 def _maximize(
-    x: Tensor, y: Tensor, kernel: Kernel, start: Tensor, outputs: int, likelihood: str, steps: int, rate: float
+    x: Tensor, y: Tensor, kernel: FittedKernel, start: Tensor, outputs: int, likelihood: str, steps: int, rate: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Inducing points (M, d), the mean (K, M) and the Cholesky factor (K, M, M) of w, after `steps` steps."""
     gpytorch = import_gpytorch()
@@ -73,7 +75,7 @@ def _maximize(
 
     gp = SparseGP().double().train()
     gp.kernel.base_kernel.lengthscale, gp.kernel.outputscale = kernel.length_scale, kernel.output_scale
-    if likelihood == "gaussian":
+    if LIKELIHOODS[likelihood].noisy:
         observed = gpytorch.likelihoods.MultitaskGaussianLikelihood(outputs, rank=0, has_task_noise=False).double()
         observed.noise = kernel.noise
     else:

@@ -21,10 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from afield.methods.method import Method
+from afield.methods.method import Method, Model
 
 
-def gradient_penalty(method: Method, weight: float = 0.1) -> Method:
+def gradient_penalty(method: Method[Model], weight: float = 0.1) -> Method[Model]:
     """The method with the penalty added to its loss; its inputs must be floating-point tensors."""
     if not weight >= 0:
         raise ValueError(f"The weight of the gradient penalty must not be negative, got {weight}.")
@@ -33,7 +33,7 @@ def gradient_penalty(method: Method, weight: float = 0.1) -> Method:
     if base is None:
         raise ValueError("The gradient penalty expects a method that is trained by gradient steps.")
 
-    def loss(model: nn.Module, batch: Any) -> Tensor:
+    def loss(model: Model, batch: Any) -> Tensor:
         x, y = _movable(batch[0]), batch[1]
         outputs: list[Tensor] = []
         hook = model.register_forward_hook(lambda _module, _inputs, output: outputs.append(output))

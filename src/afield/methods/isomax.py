@@ -14,16 +14,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from afield.gp.likelihoods import LIKELIHOODS
 from afield.methods.dense import predict
 from afield.methods.method import BackboneFactory, Method
 from afield.settings import Settings
 
 
-def isomax_plus(entropic_scale: float = 10.0) -> Method:
+def isomax_plus(entropic_scale: float = 10.0) -> Method[nn.Sequential]:
     """A network whose logits are minus its scaled distances to one prototype a class."""
 
-    def build(backbone: BackboneFactory, num_outputs: int, settings: Settings = Settings(), /) -> nn.Module:
-        if settings.likelihood != "categorical":
+    def build(backbone: BackboneFactory, num_outputs: int, settings: Settings = Settings(), /) -> nn.Sequential:
+        if not LIKELIHOODS[settings.likelihood].of_classes:
             raise ValueError(f"IsoMax+ expects classes, got {settings.likelihood} targets.")
         hidden = backbone()
         return nn.Sequential(hidden, Prototypes(int(hidden.out_features), num_outputs))  # type: ignore[arg-type]

@@ -26,6 +26,8 @@ from torch import Tensor, nn
 
 from afield.errors import NotFitted
 from afield.gp.features import KERNELS
+from afield.gp.likelihoods import LIKELIHOODS
+from afield.methods.method import check_likelihood
 from afield.model.evaluating import evaluating
 from afield.prediction.prediction import Prediction
 from afield.settings import Settings
@@ -34,7 +36,7 @@ _BATCH = 1024
 
 
 @dataclass(frozen=True)
-class Kernel:
+class FittedKernel:
     """k(x, x') = output_scale exp(-|x - x'|^2 / (2 length_scale^2)); `noise` is a variance, 0 for classes."""
 
     length_scale: float
@@ -56,10 +58,10 @@ def gather(train: Iterable[Any], likelihood: str) -> tuple[Tensor, Tensor]:
     if not bool(x.isfinite().all()):
         rows = int((~x.isfinite().all(1)).sum())
         raise ValueError(f"Training inputs must be finite, got NaN or infinity in {rows} of {len(x)} rows.")
-    return x.double(), y.reshape(len(y), -1).double() if likelihood == "gaussian" else y
+    return x.double(), y if LIKELIHOODS[likelihood].of_classes else y.reshape(len(y), -1).double()
 
 
-def pivots(x: Tensor, kernel: Kernel, tolerance: float) -> Tensor:
+def pivots(x: Tensor, kernel: FittedKernel, tolerance: float) -> Tensor:
     """Rows of x (N, d) at whose function values all others are known, up to a part `tolerance` of the prior variance.
 
     Cholesky decomposition with pivoting: the next anchor is where the variance given the anchors is largest.
@@ -90,19 +92,17 @@ class KernelModel(nn.Module):
 
     def __init__(self, settings: Settings, shapes: Mapping[str, tuple[int | None, ...]]) -> None:
         super().__init__()
-        if settings.likelihood not in ("categorical", "gaussian"):
-            raise ValueError(f"Methods expect categorical or gaussian targets, got {settings.likelihood}.")
-        self.likelihood = settings.likelihood
+        self.likelihood = check_likelihood(settings)
         scalars = dict.fromkeys(("length_scale", "output_scale", "noise"), ())
         self._shapes = {"anchors": (None, None), "whitening": (None, None), **scalars, **shapes}
         for name, shape in self._shapes.items():
             self.register_buffer(name, torch.zeros([size or 0 for size in shape], dtype=torch.float64))
 
     @property
-    def kernel(self) -> Kernel:
-        return Kernel(float(self.length_scale), float(self.output_scale), float(self.noise))
+    def kernel(self) -> FittedKernel:
+        return FittedKernel(float(self.length_scale), float(self.output_scale), float(self.noise))
 
-    def place(self, anchors: Tensor, kernel: Kernel, jitter: float = 0.0) -> None:
+    def place(self, anchors: Tensor, kernel: FittedKernel, jitter: float = 0.0) -> None:
         """Take the anchors (M, d) and the kernel; w is of the function at the anchors plus noise of this variance."""
         for name in ("length_scale", "output_scale", "noise"):
             getattr(self, name).fill_(getattr(kernel, name))
@@ -135,9 +135,8 @@ class KernelModel(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
-def predict(model: nn.Module, x: Tensor) -> Prediction:
+def predict(model: KernelModel, x: Tensor) -> Prediction:
     """In batches, computed in float64, returned in the dtype of x."""
-    assert isinstance(model, KernelModel)
     with evaluating(model):
         parts = x.flatten(1).to(model.anchors).split(_BATCH)
         return Prediction.cat([model.predict(part).to(x.dtype) for part in parts])

@@ -2,36 +2,47 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from afield.gp.likelihoods import likelihood_for
 from afield.prediction.prediction import Prediction
 from afield.settings import Settings
 
+Model = TypeVar("Model", bound=nn.Module)
+Built = TypeVar("Built", bound=nn.Module, covariant=True)
+Finished = TypeVar("Finished", bound=nn.Module, contravariant=True)
 BackboneFactory = Callable[[], nn.Module]
-Predict = Callable[[nn.Module, Any], Prediction]
+Predict = Callable[[Model, Any], Prediction]
+TRAINABLE = ("categorical", "gaussian")  # which the type of the targets tells apart
 
 
-class Build(Protocol):
+class Build(Protocol[Built]):
     """Backbone, number of outputs and settings -> an untrained model."""
 
-    def __call__(self, backbone: BackboneFactory, num_outputs: int, settings: Settings = ..., /) -> nn.Module: ...
+    def __call__(self, backbone: BackboneFactory, num_outputs: int, settings: Settings = ..., /) -> Built: ...
 
 
 def negative_log_likelihood(model: nn.Module, batch: Any) -> Tensor:
     """Cross-entropy for classes; half the squared error, a Gaussian's up to its noise, for real targets."""
     x, y = batch
     output = model(x)
-    return F.mse_loss(output, y.reshape_as(output)) / 2 if y.is_floating_point() else F.cross_entropy(output, y)
+    return likelihood_for(y).loss(output, y.reshape_as(output) if y.is_floating_point() else y).mean()
 
 
-class Finish(Protocol):
+def check_likelihood(settings: Settings) -> str:
+    """The likelihood of the settings, if it is one of those that methods know."""
+    if settings.likelihood not in TRAINABLE:
+        raise ValueError(f"Methods expect categorical or gaussian targets, got {settings.likelihood}.")
+    return settings.likelihood
+
+
+class Finish(Protocol[Finished]):
     """Model, training and validation batches, settings: whatever comes after training."""
 
     def __call__(
-        self, model: nn.Module, train: Iterable[Any], val: Iterable[Any], settings: Settings = ..., /
+        self, model: Finished, train: Iterable[Any], val: Iterable[Any], settings: Settings = ..., /
     ) -> None: ...
 
 
@@ -50,14 +61,14 @@ class Members:
     size  None: as many as the settings say
     """
 
-    method: "Method"
+    method: "Method[Any]"
     size: int | None
     combine: Callable[[Sequence[Prediction]], Prediction]
 
 
 @dataclass(frozen=True)
-class Method:
-    """How to build, train, finish and query a model.
+class Method(Generic[Model]):
+    """How to build, train, finish and query a model, of the type that `build` makes.
 
     build       backbone, number of outputs, settings -> model
     predict     model, inputs -> Prediction
@@ -69,11 +80,11 @@ class Method:
     hidden      as `predict`, where only the hidden vectors of a prediction count; None: `predict`
     """
 
-    build: Build
-    predict: Predict
-    loss: Callable[[nn.Module, Any], Tensor] | None = negative_log_likelihood
-    finish: Finish = nothing
+    build: Build[Model]
+    predict: Predict[Model]
+    loss: Callable[[Model, Any], Tensor] | None = negative_log_likelihood
+    finish: Finish[Model] = nothing
     transform: Callable[[Any], Any] = unchanged
     members: Members | None = None
-    trained_as: "Method | None" = None
-    hidden: Predict | None = None
+    trained_as: "Method[Model] | None" = None
+    hidden: Predict[Model] | None = None
