@@ -26,12 +26,15 @@ def load(path: Path) -> dict[str, np.ndarray]:
 
 
 def reference(name: str) -> tuple[np.ndarray, dict[int, np.ndarray]]:
-    """40 clean images, and what the reference made of them by severity."""
-    made, test = load(data_file("images/cifar10c_reference40.npz")), load(data_file("images/cifar10_test_dev5k.npz"))
-    clean = test["x"][np.searchsorted(test["idx"], made["idx"])]
-    assert (test["idx"][np.searchsorted(test["idx"], made["idx"])] == made["idx"]).all()
-    row = made["corruptions"].tolist().index(name)
-    return clean, dict(zip(made["severities"].tolist(), made["x"][row], strict=True))
+    """40 clean images, and what the reference script makes of them, by severity."""
+    corrupted, test = (
+        load(data_file("images/cifar10c_reference40.npz")),
+        load(data_file("images/cifar10_test_dev5k.npz")),
+    )
+    clean = test["x"][np.searchsorted(test["idx"], corrupted["idx"])]
+    assert (test["idx"][np.searchsorted(test["idx"], corrupted["idx"])] == corrupted["idx"]).all()
+    row = corrupted["corruptions"].tolist().index(name)
+    return clean, dict(zip(corrupted["severities"].tolist(), corrupted["x"][row], strict=True))
 
 
 @pytest.fixture
@@ -49,8 +52,8 @@ def test_names_are_those_of_cifar10_c():
 
 @pytest.mark.parametrize("name", DETERMINISTIC)
 def test_deterministic_ones_agree_with_the_reference(name: str):
-    clean, made = reference(name)
-    for severity, expected in made.items():
+    clean, corrupted = reference(name)
+    for severity, expected in corrupted.items():
         difference = np.abs(corrupt(clean, name, severity).astype(int) - expected)
         assert difference.max() <= 1
         assert difference.mean() < 0.01
@@ -58,10 +61,10 @@ def test_deterministic_ones_agree_with_the_reference(name: str):
 
 @pytest.mark.parametrize("name", STOCHASTIC)
 def test_stochastic_ones_have_the_references_distribution(name: str):
-    clean, made = reference(name)
-    for severity, expected in made.items():
+    clean, corrupted = reference(name)
+    for severity, expected in corrupted.items():
         ours = corrupt(np.tile(clean, (COPIES, 1, 1, 1)), name, severity).reshape(COPIES, *clean.shape)
-        # Statistics of each image's change: mean, strength and spread. Each has its own noise, known from our copies.
+        # Each image's change: its mean, strength and standard deviation. Each has its own noise, known from our copies.
         for statistic in (np.mean, lambda d, axis: np.abs(d).mean(axis), np.std):
             theirs, drawn = (statistic(a - clean.astype(float), axis=(-3, -2, -1)) for a in (expected, ours))
             gap, noise = theirs - drawn.mean(0), drawn.std(0, ddof=1) * np.sqrt(1 + 1 / COPIES)
@@ -69,8 +72,8 @@ def test_stochastic_ones_have_the_references_distribution(name: str):
 
 
 def test_frost_is_as_strong_as_the_references():
-    clean, made = reference("frost")
-    for severity, expected in made.items():
+    clean, corrupted = reference("frost")
+    for severity, expected in corrupted.items():
         ours = corrupt(np.tile(clean, (4, 1, 1, 1)), "frost", severity).reshape(4, *clean.shape)
         for statistic in (np.mean, np.std):
             theirs, drawn = (statistic(a - clean.astype(float)) for a in (expected, ours))
@@ -78,10 +81,10 @@ def test_frost_is_as_strong_as_the_references():
 
 
 def test_every_motion_blur_of_the_reference_is_ours_at_some_angle():
-    clean, made = reference("motion_blur")
+    clean, corrupted = reference("motion_blur")
     clean, angles = clean[:6] / 255, np.arange(-45, 46, 1.0)
     for severity, (radius, width) in {1: (6, 1), 3: (6, 2), 5: (9, 2.5)}.items():
-        for image, expected in zip(clean, made[severity], strict=False):
+        for image, expected in zip(clean, corrupted[severity], strict=False):
             blurred = blur.along_lines(np.tile(image, (len(angles), 1, 1, 1)), radius, width, angles)
             error = np.abs(np.clip(blurred, 0, 1) * 255 - expected - 0.5).mean((1, 2, 3))
             assert error.min() < 0.35  # cutting to bytes alone gives 0.25

@@ -285,14 +285,14 @@ def test_a_tar_with_another_hash_is_not_unpacked(archive: str, places: tuple[Pat
 
 
 def test_two_at_once_unpack_one_folder(archive: str, places: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch):
-    download = data._download
+    download = data.download
 
     def meanwhile(name: str, target: Path) -> Path:
-        monkeypatch.setattr(data, "_download", download)
+        monkeypatch.setattr(data, "download", download)
         fetch(name)  # another process, from start to end
         return download(name, target)
 
-    monkeypatch.setattr(data, "_download", meanwhile)
+    monkeypatch.setattr(data, "download", meanwhile)
     assert (fetch(archive) / "a.txt").read_bytes() == b"a"
     assert list((places[1] / "test").iterdir()) == [places[1] / archive]
 

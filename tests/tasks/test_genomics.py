@@ -15,7 +15,7 @@ from afield.backbones.genomics_cnn import GenomicsCNN
 from afield.bounds.spectral import bounds_of, operator_norm
 from afield.experiment.training import fit
 from afield.methods import METHODS
-from afield.tasks.genomics import RECIPE, REN2019, cut, either_strand, read_fasta, reverse_complement
+from afield.tasks.genomics import RECIPE, REN2019, cut_reads, either_strand, read_fasta, reverse_complement
 from tests.conftest import data_file
 
 BASES = "ACGT"
@@ -63,12 +63,12 @@ def test_a_repeating_read_has_the_dense_gradient_as_well():
     torch.testing.assert_close(found, wanted)
 
 
-def test_strongest_is_the_best_match_along_the_read(generator: torch.Generator):
+def test_max_response_is_the_best_match_along_the_read(generator: torch.Generator):
     net = network()
     codes = torch.randint(4, (3, 12), generator=generator)
     assert net.conv.bias is not None
     weight, bias = net.conv.weight.detach(), net.conv.bias.detach()
-    for read, found in zip(codes, net.strongest(codes).detach(), strict=True):
+    for read, found in zip(codes, net.max_response(codes).detach(), strict=True):
         for f in range(6):
             best = max(sum(float(weight[f, read[p + k], k]) for k in range(5)) for p in range(8))
             assert float(found[f]) == pytest.approx(best + float(bias[f]), rel=1e-12)
@@ -138,10 +138,10 @@ def test_what_is_no_fasta_file_says_so(body: bytes, message: str, tmp_path: Path
 
 
 @given(st.text(alphabet="01234", max_size=80), st.integers(1, 12), st.integers(1, 12))
-def test_cut_takes_exactly_the_reads_without_unknown_bases(text: str, length: int, step: int):
+def test_cut_reads_takes_exactly_the_reads_without_unknown_bases(text: str, length: int, step: int):
     expected = [text[at : at + length] for at in range(0, len(text) - length + 1, step)]
     expected = [read for read in expected if "4" not in read]
-    reads = cut(torch.tensor([int(c) for c in text], dtype=torch.uint8), length=length, step=step)
+    reads = cut_reads(torch.tensor([int(c) for c in text], dtype=torch.uint8), length=length, step=step)
     assert reads.shape == (len(expected), length)
     assert ["".join(map(str, read)) for read in reads.tolist()] == expected
 

@@ -53,9 +53,9 @@ def test_papers_tasks_have_500_training_points_a_class(name: str):
 def test_far_points_are_far_from_every_training_point(generator: torch.Generator):
     train = torch.randn(200, 2, generator=generator) * torch.tensor([3.0, 0.5])
     far = far_points(train, 300, generator)
-    spread = (train - train.mean(0)).square().mean().sqrt()
+    deviation = (train - train.mean(0)).square().mean().sqrt()
     assert far.shape == (300, 2)
-    assert float(nearest_distance(far, train).min()) > 1.5 * float(spread)
+    assert float(nearest_distance(far, train).min()) > 1.5 * float(deviation)
 
 
 def test_toy_regression_has_two_modes_and_nothing_between():

@@ -19,7 +19,7 @@ from afield.bounds.spectral import bounds_of
 from afield.errors import DataDamaged
 from afield.experiment.training import batches, fit
 from afield.methods import METHODS
-from afield.tasks.clinc import RECIPE, SMALL, by_length, clinc, drop_words, read, thinned
+from afield.tasks.clinc import RECIPE, SMALL, batches_by_length, clinc, drop_words, read, thin_out
 from tests.conftest import data_file
 
 WORDS = ["pay", "my", "bill", "what", "is", "the", "weather", "play", "a", "song", "book", "flight"]
@@ -89,9 +89,9 @@ def test_neither_trimming_nor_padding_nor_company_changes_the_answer(lengths: li
 def test_trimming_cuts_exactly_the_common_padding(tiny: Path, generator: torch.Generator):
     net = encoder(tiny)
     ids = random_ids([3, 7, 5], generator)
-    assert torch.equal(net.trimmed(ids), ids[:, :7])
-    assert net.trimmed(torch.zeros(2, 32, dtype=torch.int64)).shape == (2, 1)
-    assert TransformerEncoder(tiny, pad=1).trimmed(torch.ones(2, 4, dtype=torch.int64)).shape == (2, 1)
+    assert torch.equal(net.trim(ids), ids[:, :7])
+    assert net.trim(torch.zeros(2, 32, dtype=torch.int64)).shape == (2, 1)
+    assert TransformerEncoder(tiny, pad=1).trim(torch.ones(2, 4, dtype=torch.int64)).shape == (2, 1)
 
 
 def test_a_large_batch_is_encoded_by_length_and_comes_back_in_order(tiny: Path, generator: torch.Generator):
@@ -205,21 +205,21 @@ def test_what_is_no_encoder_says_so(offline: None, tmp_path: Path):
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.integers(1, 32), min_size=1, max_size=300), st.integers(1, 20), st.integers(0, 99))
 def test_by_length_covers_every_example_once(lengths: list[int], size: int, seed: int):
-    made = by_length(torch.tensor(lengths), size, torch.Generator().manual_seed(seed))
-    assert torch.cat(made).sort().values.tolist() == list(range(len(lengths)))
-    assert len(made) == math.ceil(len(lengths) / size)
-    assert sorted(map(len, made))[1:] == [size] * (len(made) - 1)
-    again = by_length(torch.tensor(lengths), size, torch.Generator().manual_seed(seed))
-    assert all(torch.equal(a, b) for a, b in zip(made, again, strict=True))
+    found = batches_by_length(torch.tensor(lengths), size, torch.Generator().manual_seed(seed))
+    assert torch.cat(found).sort().values.tolist() == list(range(len(lengths)))
+    assert len(found) == math.ceil(len(lengths) / size)
+    assert sorted(map(len, found))[1:] == [size] * (len(found) - 1)
+    again = batches_by_length(torch.tensor(lengths), size, torch.Generator().manual_seed(seed))
+    assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True))
 
 
 def test_by_length_saves_padding_and_still_shuffles(generator: torch.Generator):
     lengths = torch.randint(5, 33, (6400,), generator=generator)
-    made = by_length(lengths, 64, generator)
-    padded = sum(len(batch) * int(lengths[batch].max()) for batch in made)
+    found = batches_by_length(lengths, 64, generator)
+    padded = sum(len(batch) * int(lengths[batch].max()) for batch in found)
     assert padded < 1.05 * int(lengths.sum())  # random batches: about 32 / 18.5 = 1.73
-    assert not torch.equal(torch.cat(made), torch.cat(by_length(lengths, 64, generator)))
-    tops = torch.tensor([int(lengths[batch].max()) for batch in made])
+    assert not torch.equal(torch.cat(found), torch.cat(batches_by_length(lengths, 64, generator)))
+    tops = torch.tensor([int(lengths[batch].max()) for batch in found])
     assert (tops.diff() > 0).any()  # short and long batches in no order
     assert (tops.diff() < 0).any()
 
@@ -320,10 +320,10 @@ def test_labels_must_be_known_from_training(tmp_path: Path):
         read(write(tmp_path, test=[["la la", "sing"]]))
 
 
-def test_thinned_keeps_the_first_of_every_few_of_each_label():
+def test_thin_out_keeps_the_first_of_every_few_of_each_label():
     rows = [(str(i), "ab"[i % 2]) for i in range(10)]
-    assert thinned(rows, 3) == [("0", "a"), ("1", "b"), ("6", "a"), ("7", "b")]
-    assert thinned(rows, 100) == [("0", "a"), ("1", "b")]
+    assert thin_out(rows, 3) == [("0", "a"), ("1", "b"), ("6", "a"), ("7", "b")]
+    assert thin_out(rows, 100) == [("0", "a"), ("1", "b")]
 
 
 def test_the_published_split():

@@ -76,8 +76,8 @@ def test_the_scale_leads_back_to_the_targets_own_units():
     mean, variance, noise, s = torch.zeros_like(y), torch.full((len(y),), 0.5).double(), 0.3, parts.scale
     standardized = Prediction(mean, variance, noise=noise, likelihood="gaussian")
     in_units = Prediction(mean * s, variance * s**2, noise=noise * s**2, likelihood="gaussian")
-    figures = {name: (metric(standardized, y), metric(in_units, y * s)) for name, metric in REGRESSION_METRICS.items()}
-    for name, (ours, units) in figures.items():
+    values = {name: (metric(standardized, y), metric(in_units, y * s)) for name, metric in REGRESSION_METRICS.items()}
+    for name, (ours, units) in values.items():
         expected = {"nll": ours + math.log(s), "interval_coverage": ours}.get(name, ours * s)
         assert units == pytest.approx(expected, rel=1e-9)
 

@@ -23,11 +23,18 @@ from afield.errors import DataDamaged, DataMissing
 from afield.experiment.training import fit
 from afield.methods import METHODS
 from afield.tasks import cifar, fashion, imagenet
-from afield.tasks.corruptions import CORRUPTIONS, SEVERITIES, Corrupted, corrupt
-from afield.tasks.formats import cifar_batch, idx, svhn_mat
-from afield.tasks.image_files import Pictures, listed, read_picture
-from afield.tasks.image_tensors import crop_and_flip, cut, first_per_class, named_ood, noise, to_tensor
-from afield.tasks.imagenet import random_parts
+from afield.tasks.corruptions import CORRUPTIONS, SEVERITIES, CorruptedSets, corrupt
+from afield.tasks.image_files import ImageFiles, locate_images, read_square
+from afield.tasks.image_tensors import (
+    crop_and_flip,
+    first_per_class,
+    noise,
+    ood_from_environment,
+    split_train_val,
+    to_tensor,
+)
+from afield.tasks.imagenet import random_resized_crop
+from afield.tasks.published_formats import read_cifar_batch, read_idx, read_svhn_mat
 from afield.tasks.task import Recipe
 from tests.conftest import data_file
 
@@ -94,7 +101,7 @@ def test_cifars_pickles_are_read(tmp_path: Path):
     x, y = some(5, 32, 32, 3), [3, 1, 4, 1, 5]
     write_batch(tmp_path / "batch", x, y)
     assert b"cnumpy.core.multiarray\n_reconstruct\n" in (tmp_path / "batch").read_bytes()
-    images, labels = cifar_batch(tmp_path / "batch")
+    images, labels = read_cifar_batch(tmp_path / "batch")
     np.testing.assert_array_equal(images, x)
     assert labels.tolist() == y
     with (tmp_path / "batch").open("rb") as file:  # as everybody else reads it
@@ -120,7 +127,7 @@ def test_a_malicious_pickle_is_refused_and_not_run(function: Callable, argument:
     attack = Attack(function, argument.format(proof), *(["upper"] if function is getattr else []))
     path.write_bytes(pickle.dumps({b"data": attack, b"labels": [0]}, protocol=protocol))
     with pytest.raises(DataDamaged, match=r"asks for .*which was not run.*cs\.toronto\.edu"):
-        cifar_batch(path)
+        read_cifar_batch(path)
     assert not proof.exists()
     if function is os.system:  # the attack is real: a plain unpickler falls for it
         pickle.loads(path.read_bytes())
@@ -141,18 +148,18 @@ def test_a_malicious_pickle_is_refused_and_not_run(function: Callable, argument:
 def test_a_pickle_of_something_else_is_damaged(content: object, tmp_path: Path):
     (tmp_path / "batch").write_bytes(pickle.dumps(content, protocol=5))
     with pytest.raises(DataDamaged, match="batch"):
-        cifar_batch(tmp_path / "batch")
+        read_cifar_batch(tmp_path / "batch")
 
 
 def test_svhn_is_read_and_ten_is_zero(tmp_path: Path):
     x, y = some(4, 32, 32, 3), np.array([10, 1, 9, 10])
     scipy.io.savemat(tmp_path / "x.mat", {"X": x.transpose(1, 2, 3, 0), "y": y[:, None].astype(np.uint8)})
-    images, digits = svhn_mat(tmp_path / "x.mat")
+    images, digits = read_svhn_mat(tmp_path / "x.mat")
     np.testing.assert_array_equal(images, x)
     assert digits.tolist() == [0, 1, 9, 0]
     (tmp_path / "x.mat").write_bytes(b"no mat file, but long enough to look like one" * 10)
     with pytest.raises(DataDamaged, match="no SVHN file"):
-        svhn_mat(tmp_path / "x.mat")
+        read_svhn_mat(tmp_path / "x.mat")
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -161,11 +168,11 @@ def test_idx_is_read(packed: bool, tmp_path: Path):
     body = b"\0\0\x08\x03" + struct.pack(">3i", *x.shape) + x.tobytes()
     path = tmp_path / ("x.gz" if packed else "x")
     path.write_bytes(gzip.compress(body) if packed else body)
-    np.testing.assert_array_equal(idx(path), x)
+    np.testing.assert_array_equal(read_idx(path), x)
     for wrong in (body[:-1], b"\0\0\x0d" + body[3:], b""):
         path.write_bytes(gzip.compress(wrong) if packed else wrong)
         with pytest.raises(DataDamaged, match="no idx file"):
-            idx(path)
+            read_idx(path)
 
 
 # Tasks on published files
@@ -204,13 +211,13 @@ def test_published_corruptions_are_read_at_the_right_rows(folder: Path):
     (folder / "CIFAR-10-C").mkdir()
     sets = some(5 * 20, 32, 32, 3)
     np.save(folder / "CIFAR-10-C/fog.npy", sets)
-    shifted = Corrupted(test[rows], np.arange(3), published=folder / "CIFAR-10-C", rows=rows, total=20)
+    shifted = CorruptedSets(test[rows], np.arange(3), published=folder / "CIFAR-10-C", rows=rows, total=20)
     for severity in SEVERITIES:
         x, y = shifted[f"corrupted/fog-{severity}"].tensors
         np.testing.assert_array_equal(x, sets[(severity - 1) * 20 + rows].transpose(0, 3, 1, 2))
         assert y.tolist() == [0, 1, 2]
-    made = shifted["corrupted/contrast-2"].tensors[0]  # not published here: made
-    np.testing.assert_array_equal(made, corrupt(test[rows], "contrast", 2).transpose(0, 3, 1, 2))
+    corrupted = shifted["corrupted/contrast-2"].tensors[0]  # not published here
+    np.testing.assert_array_equal(corrupted, corrupt(test[rows], "contrast", 2).transpose(0, 3, 1, 2))
     np.save(folder / "CIFAR-10-C/fog.npy", sets[:-1])
     with pytest.raises(DataDamaged, match=r"fog\.npy should hold bytes of shape \(100, 32, 32, 3\)"):
         shifted["corrupted/fog-1"]
@@ -272,7 +279,7 @@ def test_image_task_contract(recipe: Recipe, preset: str, own_cache: Path):
     assert net(task.test.tensors[0][:2]).shape == (2, net.out_features)
 
 
-def test_smalls_data_are_the_same_from_either_source(own_cache: Path):
+def test_the_small_presets_data_are_the_same_from_either_source(own_cache: Path):
     with np.load(data_file("images/cifar10_train20k.npz")) as file:
         assert (first_per_class(file["y"], 2000) == np.arange(20_000)).all()
 
@@ -306,11 +313,11 @@ def test_a_cache_that_cannot_be_written_to_is_no_obstacle(tmp_path: Path, monkey
     (tmp_path / "file").write_text("in the way")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     images = some(2, 32, 32, 3)
-    made = Corrupted(images, np.zeros(2))["corrupted/contrast-1"].tensors[0]
-    np.testing.assert_array_equal(made, corrupt(images, "contrast", 1).transpose(0, 3, 1, 2))
+    corrupted = CorruptedSets(images, np.zeros(2))["corrupted/contrast-1"].tensors[0]
+    np.testing.assert_array_equal(corrupted, corrupt(images, "contrast", 1).transpose(0, 3, 1, 2))
 
 
-def test_published_corruptions_of_images_whose_place_is_lost_are_not_used(own_cache: Path, monkeypatch):
+def test_published_corruptions_are_not_used_where_the_official_rows_are_unknown(own_cache: Path, monkeypatch):
     real = data_file("images/cifar100_ood_dev3k.npz").parent
     folder = own_cache / "data"
     (folder / "CIFAR-100-C").mkdir(parents=True)
@@ -375,21 +382,21 @@ def test_crops_of_numbers_and_of_bytes_agree():
     torch.testing.assert_close(*results)
 
 
-def test_random_parts_of_pictures_are_parts():
+def test_random_resized_crops_are_parts_of_the_image():
     ramp = torch.linspace(0, 1, 64).expand(300, 3, 64, 64)  # brightness tells the column
-    parts, _ = random_parts((ramp, None))
+    parts, _ = random_resized_crop((ramp, None))
     slope = (parts[:, 0, 32, -2] - parts[:, 0, 32, 1]) / (ramp[:, 0, 32, -2] - ramp[:, 0, 32, 1])
     assert bool(((slope.abs() > 0.49) & (slope.abs() < 1.01)).all())  # a quarter to all of the area
     assert 0.4 < float((slope > 0).float().mean()) < 0.6
     assert float(slope.abs().square().mean()) == pytest.approx(0.625, abs=0.05)
     assert 0 <= float(parts.min()) <= float(parts.max()) <= 1
-    torch.testing.assert_close(random_parts((ramp[:1], None), least=1.0)[0].sort().values, ramp[:1])
+    torch.testing.assert_close(random_resized_crop((ramp[:1], None), least=1.0)[0].sort().values, ramp[:1])
 
 
 def test_validation_data_are_a_tenth_of_every_class():
     labels = np.repeat([0, 1, 2], [50, 30, 20])
     images = np.arange(100, dtype=np.uint8)[:, None, None].repeat(2, 1)
-    train, val = cut(images, labels, seed=0)
+    train, val = split_train_val(images, labels, seed=0)
     assert val.tensors[1].bincount().tolist() == [5, 3, 2]
     ids = torch.cat([part.tensors[0][:, 0, 0, 0] for part in (train, val)])
     assert ids.sort().values.tolist() == list(range(100))
@@ -409,7 +416,7 @@ def test_images_must_be_bytes():
         to_tensor(np.zeros((2, 8, 8)))
 
 
-# Pictures in files
+# Image files
 
 
 def jpeg(color: int, size: tuple[int, int] = (90, 70)) -> bytes:
@@ -449,7 +456,7 @@ def test_imagenet_from_folders_and_from_tars(tar: bool, folder: Path):
             assert x.shape == (3, 64, 64)
             assert x.dtype == torch.uint8
             assert y == int(target)
-            assert abs(float(x[0].float().mean()) - (60 + 120 * y)) < 8  # the label is the picture's own
+            assert abs(float(x[0].float().mean()) - (60 + 120 * y)) < 8  # the label belongs to the image
     assert list(task.shifted) == ["corrupted/fog-2"]
     if not tar:
         model = fit(task, METHODS["dnn"], learning_rate=1e-3)
@@ -457,25 +464,25 @@ def test_imagenet_from_folders_and_from_tars(tar: bool, folder: Path):
         assert METHODS["dnn"].predict(model, x).probs.shape == (4, 2)
 
 
-def test_middle_of_a_picture_is_taken():
-    picture = np.zeros((70, 140, 3), np.uint8)
-    picture[:, 60:80] = 255
-    cropped = read_picture(Image.fromarray(picture), 35)
+def test_the_middle_of_an_image_is_taken():
+    image = np.zeros((70, 140, 3), np.uint8)
+    image[:, 60:80] = 255
+    cropped = read_square(Image.fromarray(image), 35)
     assert cropped.shape == (35, 35, 3)
     assert (cropped[:, 14:21].mean(), cropped[:, :10].max(), cropped[:, -10:].max()) == (255, 0, 0)
-    wide = read_picture(Image.fromarray(picture), 64, enlarge=8 / 7)
+    wide = read_square(Image.fromarray(image), 64, enlarge=8 / 7)
     assert wide.shape == (64, 64, 3)
 
 
-def test_a_damaged_picture_is_named(tmp_path: Path):
+def test_a_damaged_image_is_named(tmp_path: Path):
     (tmp_path / "a").mkdir()
     (tmp_path / "a/x.jpg").write_bytes(jpeg(3)[:100])
-    data = Pictures(listed(tmp_path)["a"], [0])
+    data = ImageFiles(locate_images(tmp_path)["a"], [0])
     with pytest.raises(DataDamaged, match=r"A picture in .*x\.jpg.* cannot be read"):
         data[0]
 
 
-def test_folders_without_pictures_are_missing_data(folder: Path):
+def test_folders_without_images_are_missing_data(folder: Path):
     (folder / "imagenet/train/n01").mkdir(parents=True)
     with pytest.raises(DataMissing, match=r"holds no pictures: expected class/name\.jpg"):
         imagenet.RECIPE(0, "smoke")
@@ -484,13 +491,13 @@ def test_folders_without_pictures_are_missing_data(folder: Path):
 def test_without_pillow_the_extra_is_named(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "PIL", None)
     with pytest.raises(ImportError, match=r'pip install "afield\[vision\]"'):
-        read_picture(b"", 8)
+        read_square(b"", 8)
 
 
 # OOD sets of one's own
 
 
-def test_named_ood_sets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_ood_sets_from_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "textures/deep").mkdir(parents=True)
     (tmp_path / "textures/deep/a.jpg").write_bytes(jpeg(200))
     (tmp_path / "textures/b.jpg").write_bytes(jpeg(10, size=(20, 50)))
@@ -500,16 +507,16 @@ def test_named_ood_sets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     names = ["textures", "same.npz", "other.npz", "grey.npz"]
     monkeypatch.setenv("AFIELD_OOD", os.pathsep.join(str(tmp_path / name) for name in names))
     for channels, size in ((3, 32), (1, 28)):
-        sets = named_ood(channels, size)
+        sets = ood_from_environment(channels, size)
         assert {name: tuple(data.tensors[0].shape) for name, data in sets.items()} == {
             "textures": (2, channels, size, size),
             "same": (3, channels, size, size),
             "other": (4, channels, size, size),
             "grey": (2, channels, size, size),
         }
-    np.testing.assert_array_equal(named_ood(3, 32)["same"].tensors[0], same.transpose(0, 3, 1, 2))
-    np.testing.assert_array_equal(named_ood(1, 28)["grey"].tensors[0][:, 0], grey)
-    assert abs(float(named_ood(3, 32)["textures"].tensors[0][1, 0].float().mean()) - 200) < 3
+    np.testing.assert_array_equal(ood_from_environment(3, 32)["same"].tensors[0], same.transpose(0, 3, 1, 2))
+    np.testing.assert_array_equal(ood_from_environment(1, 28)["grey"].tensors[0][:, 0], grey)
+    assert abs(float(ood_from_environment(3, 32)["textures"].tensors[0][1, 0].float().mean()) - 200) < 3
 
 
 @pytest.mark.parametrize(
@@ -520,8 +527,10 @@ def test_named_ood_sets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         (lambda path: path.write_bytes(npz(y=np.zeros(3))), ValueError, "array x of bytes"),
     ],
 )
-def test_named_ood_errors(make: Callable, error: type, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_errors_of_ood_sets_from_the_environment(
+    make: Callable, error: type, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     make(tmp_path / "set")
     monkeypatch.setenv("AFIELD_OOD", str(tmp_path / "set"))
     with pytest.raises(error, match=message):
-        named_ood(3, 32)
+        ood_from_environment(3, 32)

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 BASES = 4
-_AT_ONCE = 16  # reads
+_READS_AT_ONCE = 16
 
 
 class GenomicsCNN(nn.Module):
@@ -37,13 +37,13 @@ class GenomicsCNN(nn.Module):
                 f"GenomicsCNN expects reads (N, T) of base codes 0 to 3, T at least {self.width}, "
                 f"got {codes.dtype} {tuple(codes.shape)}."
             )
-        return F.relu(self.dense(self.dropout(F.relu(self.strongest(codes.long())))))
+        return F.relu(self.dense(self.dropout(F.relu(self.max_response(codes.long())))))
 
-    def strongest(self, codes: Tensor) -> Tensor:
+    def max_response(self, codes: Tensor) -> Tensor:
         """The largest response (N, filters) of each filter along each read."""
         if torch.compiler.is_compiling():  # an exported graph takes any number of reads at once
             return self.conv(F.one_hot(codes, BASES).to(self.conv.weight.dtype).transpose(1, 2)).amax(2)
-        parts = F.one_hot(codes, BASES).to(self.conv.weight.dtype).transpose(1, 2).split(_AT_ONCE)
+        parts = F.one_hot(codes, BASES).to(self.conv.weight.dtype).transpose(1, 2).split(_READS_AT_ONCE)
         if not torch.is_grad_enabled():
             return torch.cat([self.conv(part).amax(2) for part in parts])
         with torch.no_grad():

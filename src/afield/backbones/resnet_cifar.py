@@ -9,8 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-IMAGENET_MEAN = (0.485, 0.456, 0.406)
-IMAGENET_STD = (0.229, 0.224, 0.225)
+from afield.backbones.normalize import IMAGENET_MEAN, IMAGENET_STD
 
 
 class ResNetCIFAR(nn.Module):

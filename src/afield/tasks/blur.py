@@ -1,6 +1,6 @@
 """Blurs, and the sampling of images between their pixels. Stacks of images are (N, H, W, C) in [0, 1].
 
-`corruptions` says where formulas and constants come from.
+The docstring of `corruptions` gives the source of formulas and constants.
 """
 
 from collections.abc import Callable

@@ -5,7 +5,7 @@ http://ufldl.stanford.edu/housenumbers, https://zenodo.org/records/2535967 and 3
 
     cifar-10-batches-py/, cifar-100-python/     else images/cifar10_*.npz, images/cifar100_ood_dev3k.npz
     svhn/test_32x32.mat                         else images/svhn_dev2500.npz
-    CIFAR-10-C/, CIFAR-100-C/                   else made here
+    CIFAR-10-C/, CIFAR-100-C/                   else made by `corruptions`
 
 Validation data is a tenth of the training data, cut by the seed; the paper trains on all of it. `paper` is everything
 on Wide ResNet-28-10 with the schedule of the authors' code; `small` is the first 20,000 training and 5,000 test images,
@@ -24,22 +24,24 @@ from torch.utils.data import TensorDataset
 from afield.backbones.normalize import CIFAR10_MEAN, CIFAR10_STD
 from afield.backbones.wide_resnet import WideResNet
 from afield.settings import Settings
-from afield.tasks.corruptions import Corrupted
+from afield.tasks.corruptions import CorruptedSets
 from afield.tasks.data import arrays, find, locate
-from afield.tasks.formats import cifar_batch, svhn_mat
 from afield.tasks.image_tensors import (
-    Labelled,
+    LabelledImages,
     crop_and_flip,
-    cut,
-    dataset,
     first_per_class,
-    named_ood,
     noise,
+    ood_from_environment,
+    split_train_val,
+    to_dataset,
     to_tensor,
 )
+from afield.tasks.published_formats import read_cifar_batch, read_svhn_mat
 from afield.tasks.task import Recipe, Task, presets
 
 _CIFAR100_MEAN, _CIFAR100_STD = (0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)
+_FOLDERS = {"cifar10": "cifar-10-batches-py", "cifar100": "cifar-100-python"}
+_CIFAR100_SUBSET = "images/cifar100_ood_dev3k.npz"
 _EVERYTHING = 1_000_000
 # Images in training with validation, in the test, in each corrupted set and in each OOD set.
 _SIZES = {"smoke": (1000, 200, 100, 100), "small": (20_000, 5000, 500, 2500), "paper": (_EVERYTHING,) * 4}
@@ -84,14 +86,14 @@ def cifar(name: str, classes: int) -> Recipe:
 
 def _load(name: str, classes: int, seed: int, preset: str) -> Task:
     train_size, test_size, corrupted_size, ood_size = _SIZES[preset]
-    train, test = (part(name) for part in (training, testing))
+    train, test = load_training(name), load_test(name)
     chosen, tested, shifted = (
         first_per_class(labels, -(-size // classes))
         for labels, size in ((train[1], train_size), (test[1], test_size), (test[1], corrupted_size))
     )
     other = "cifar100" if name == "cifar10" else "cifar10"
-    ood = {label: TensorDataset(to_tensor(_spread(outside(label), ood_size))) for label in ("svhn", other)}
-    fitted, held_out = cut(train[0][chosen], train[1][chosen], seed)
+    ood = {label: TensorDataset(to_tensor(_evenly_spaced(load_ood(label), ood_size))) for label in ("svhn", other)}
+    fitted, held_out = split_train_val(train[0][chosen], train[1][chosen], seed)
     rows = official_rows(name)
     published = locate("CIFAR-10-C" if name == "cifar10" else "CIFAR-100-C") if rows is not None else None
     mean, std = (CIFAR10_MEAN, CIFAR10_STD) if name == "cifar10" else (_CIFAR100_MEAN, _CIFAR100_STD)
@@ -99,72 +101,80 @@ def _load(name: str, classes: int, seed: int, preset: str) -> Task:
         name,
         fitted,
         held_out,
-        dataset(test[0][tested], test[1][tested]),
-        ood={**ood, "noise": noise(min(ood_size, 2500), (3, 32, 32), seed=0), **named_ood(3, 32)},
+        to_dataset(test[0][tested], test[1][tested]),
+        ood={**ood, "noise": noise(min(ood_size, 2500), (3, 32, 32), seed=0), **ood_from_environment(3, 32)},
         num_outputs=classes,
         backbone=partial(_NETS[preset], mean=mean, std=std),
-        shifted=Corrupted(
+        shifted=CorruptedSets(
             test[0][shifted], test[1][shifted], published=published, rows=None if rows is None else rows[shifted]
         ),
         augment=lambda batch, _: crop_and_flip(batch),
     )
 
 
-def training(name: str) -> Labelled:
+def load_training(name: str) -> LabelledImages:
     """All training images (N, 32, 32, 3) that are at hand, and labels."""
     if name == "cifar10":
-        return _read(find(_ROOTS[name], "images/cifar10_train20k.npz"), _join_batches)
-    return _read(find(_ROOTS[name], _CIFAR100), lambda root: _fine(root / "train"), lambda x: _part(x, test=False))
+        return _read(find(_FOLDERS[name], "images/cifar10_train20k.npz"), _join_batches)
+    return _read(
+        find(_FOLDERS[name], _CIFAR100_SUBSET),
+        lambda root: _read_fine_labels(root / "train"),
+        lambda x: _cut(x, test=False),
+    )
 
 
-def testing(name: str) -> Labelled:
+def load_test(name: str) -> LabelledImages:
     """All test images that are at hand, and labels."""
     if name == "cifar10":
-        return _read(find(_ROOTS[name], "images/cifar10_test_dev5k.npz"), lambda root: cifar_batch(root / "test_batch"))
-    return _read(find(_ROOTS[name], _CIFAR100), lambda root: _fine(root / "test"), lambda x: _part(x, test=True))
+        return _read(
+            find(_FOLDERS[name], "images/cifar10_test_dev5k.npz"), lambda root: read_cifar_batch(root / "test_batch")
+        )
+    return _read(
+        find(_FOLDERS[name], _CIFAR100_SUBSET),
+        lambda root: _read_fine_labels(root / "test"),
+        lambda x: _cut(x, test=True),
+    )
 
 
-def outside(name: str) -> np.ndarray:
-    """Images for OOD: of a set that is not trained on, every image at hand will do."""
+def load_ood(name: str) -> np.ndarray:
+    """Images of a set that is not trained on: all that are at hand."""
     if name == "svhn":
         names = (f"{folder}test_32x32.mat" for folder in ("svhn/", "SVHN/", ""))
-        return _read(find(*names, "images/svhn_dev2500.npz"), svhn_mat)[0]
+        return _read(find(*names, "images/svhn_dev2500.npz"), read_svhn_mat)[0]
     if name == "cifar100":
-        return _read(find(_ROOTS[name], _CIFAR100), lambda root: _fine(root / "test"))[0]
-    return testing(name)[0]
+        return _read(find(_FOLDERS[name], _CIFAR100_SUBSET), lambda root: _read_fine_labels(root / "test"))[0]
+    return load_test(name)[0]
 
 
 def official_rows(name: str) -> np.ndarray | None:
-    """Where the images of `testing` stand in the official test set, or None where nobody knows."""
-    if locate(_ROOTS[name]) is not None:
+    """The rows of the images of `load_test` in the official test set, None where they are not known."""
+    if locate(_FOLDERS[name]) is not None:
         return np.arange(10_000)
     return arrays("images/cifar10_test_dev5k.npz")["idx"] if name == "cifar10" else None
 
 
-_ROOTS = {"cifar10": "cifar-10-batches-py", "cifar100": "cifar-100-python"}
-_CIFAR100 = "images/cifar100_ood_dev3k.npz"
-
-
 def _read(
-    path: Path, published: Callable[[Path], Labelled], cut: Callable[[Labelled], Labelled] = lambda subset: subset
-) -> Labelled:
-    """What is published, or what is cut of our npz subset of it."""
+    path: Path,
+    read_published: Callable[[Path], LabelledImages],
+    cut: Callable[[LabelledImages], LabelledImages] = lambda subset: subset,
+) -> LabelledImages:
+    """A published set, or a cut of our npz subset of it."""
     if path.suffix != ".npz":
-        return published(path)
+        return read_published(path)
     content = arrays(path)
     return cut((content["x"], content["y"].astype(np.int64)))
 
 
-def _join_batches(root: Path) -> Labelled:
-    batches = [cifar_batch(root / f"data_batch_{i}") for i in range(1, 6)]
+def _join_batches(root: Path) -> LabelledImages:
+    batches = [read_cifar_batch(root / f"data_batch_{i}") for i in range(1, 6)]
     return np.concatenate([x for x, _ in batches]), np.concatenate([y for _, y in batches])
 
 
-def _fine(path: Path) -> Labelled:
-    return cifar_batch(path, "fine_labels")
+def _read_fine_labels(path: Path) -> LabelledImages:
+    return read_cifar_batch(path, "fine_labels")
 
 
-def _part(subset: Labelled, *, test: bool) -> Labelled:
+def _cut(subset: LabelledImages, *, test: bool) -> LabelledImages:
     """Of 30 images a class of CIFAR-100, the first 24 are for training and the rest for the test."""
     x, y = subset
     rows = first_per_class(y, 24)
@@ -172,6 +182,6 @@ def _part(subset: Labelled, *, test: bool) -> Labelled:
     return x[rows], y[rows]
 
 
-def _spread(x: np.ndarray, size: int) -> np.ndarray:
-    """At most `size` images, evenly over the set."""
+def _evenly_spaced(x: np.ndarray, size: int) -> np.ndarray:
+    """At most `size` images, evenly spaced over the set."""
     return x[np.linspace(0, len(x) - 1, min(size, len(x))).astype(int)]

@@ -4,7 +4,7 @@ The published split: 100 training, 20 validation and 30 test sentences an intent
 Out-of-scope sentences for training and validation are left alone: nothing is trained or chosen on them. Five
 sentences of the published validation and test parts also stand in its training part; they stay, as in every result on
 this set. Sentences are token ids (N, 32), padded at the end (the paper's maximum length), in order of length, so that
-batches taken in order have little padding; `by_length` does the same for shuffled ones.
+batches taken in order have little padding; `batches_by_length` does the same for shuffled ones.
 
 preset   encoder     settings
 small    MiniLM      six layers, fine-tuned for 5 epochs, a tenth of the words left out; its embeddings stay
@@ -40,7 +40,7 @@ from afield.tasks.task import Recipe, Task, presets
 FILE = "clinc/data_full.json"
 BERT = "google-bert/bert-base-uncased"
 PARTS = ("train", "val", "test", "oos_test")
-_POOL = 50  # batches whose examples are sorted together
+_POOL = 50  # batches whose examples are sorted by length together
 Rows = Sequence[tuple[str, str]]
 
 
@@ -49,13 +49,13 @@ def clinc(seed: int, preset: str) -> Task:
     rows = read(find(FILE))
     number = {intent: i for i, intent in enumerate(sorted({label for _, label in rows["train"]}))}
     if preset == "smoke":
-        rows = {part: thinned(rows[part], 10) for part in PARTS}
+        rows = {part: thin_out(rows[part], 10) for part in PARTS}
     source = encoder_source(BERT if preset == "paper" and "AFIELD_ENCODER" not in os.environ else None)
     ids, pad = tokenize([text for part in PARTS for text, _ in rows[part]], source)
     classes = torch.tensor([number.get(label, -1) for part in PARTS for _, label in rows[part]])
     sizes = [len(rows[part]) for part in PARTS]
     train, val, test, oos = (
-        _in_order_of_length(*part, pad) for part in zip(ids.split(sizes), classes.split(sizes), strict=True)
+        _sort_by_length(*part, pad) for part in zip(ids.split(sizes), classes.split(sizes), strict=True)
     )
     return Task(
         "clinc",
@@ -66,14 +66,14 @@ def clinc(seed: int, preset: str) -> Task:
         num_outputs=len(number),
         backbone=partial(TransformerEncoder, source, pad=pad),
         augment=lambda batch, settings: drop_words(batch, settings.word_dropout, pad),
-        order=partial(by_length, (train.tensors[0] != pad).sum(1)),
+        order=partial(batches_by_length, (train.tensors[0] != pad).sum(1)),
     )
 
 
 def read(path: Path) -> Mapping[str, Rows]:
     """The parts of a CLINC file, each a list of (text, label)."""
     try:
-        parts = {str(part): [(str(text), str(label)) for text, label in rows] for part, rows in _parsed(path).items()}
+        parts = {str(part): [(str(text), str(label)) for text, label in rows] for part, rows in _parse(path).items()}
     except (ValueError, TypeError, AttributeError) as error:
         raise DataDamaged(
             f"{path} is not a CLINC file: expected a JSON object of parts, each a list of [text, label] ({error})."
@@ -86,7 +86,7 @@ def read(path: Path) -> Mapping[str, Rows]:
     return parts
 
 
-def thinned(rows: Rows, factor: int) -> Rows:
+def thin_out(rows: Rows, factor: int) -> Rows:
     """The first of every `factor` rows of each label, at least one."""
     seen: dict[str, int] = defaultdict(int)
     kept = []
@@ -98,7 +98,7 @@ def thinned(rows: Rows, factor: int) -> Rows:
 
 
 def drop_words(batch: Any, rate: float, pad: int) -> tuple[Tensor, Tensor]:
-    """Sentences in which words are padding with probability `rate`, all but the first and last token, which mark it."""
+    """Sentences in which words are padding with probability `rate`, all but the first and last token."""
     if not 0 <= rate < 1:
         raise ValueError(f"word_dropout expects a part from 0 to 1, 1 excluded, got {rate}.")
     ids, classes = batch
@@ -109,7 +109,7 @@ def drop_words(batch: Any, rate: float, pad: int) -> tuple[Tensor, Tensor]:
     return ids.masked_fill(inner & (torch.rand(ids.shape, device=ids.device) < rate), pad), classes
 
 
-def by_length(lengths: Tensor, size: int, generator: torch.Generator) -> list[Tensor]:
+def batches_by_length(lengths: Tensor, size: int, generator: torch.Generator) -> list[Tensor]:
     """Shuffled batches of indices with examples of similar length in each, every example in exactly one.
 
     Examples are shuffled and cut into pools of 50 batches; a pool is sorted by length and cut into batches; the batches
@@ -121,12 +121,12 @@ def by_length(lengths: Tensor, size: int, generator: torch.Generator) -> list[Te
     return [batches[i] for i in torch.randperm(len(batches), generator=generator).tolist()]
 
 
-def _in_order_of_length(ids: Tensor, classes: Tensor, pad: int) -> TensorDataset:
+def _sort_by_length(ids: Tensor, classes: Tensor, pad: int) -> TensorDataset:
     order = (ids != pad).sum(1).argsort(stable=True)
     return TensorDataset(ids[order], classes[order])
 
 
-def _parsed(path: Path) -> dict[str, list[list[str]]]:
+def _parse(path: Path) -> dict[str, list[list[str]]]:
     with path.open(encoding="utf-8") as file:
         return json.load(file)
 

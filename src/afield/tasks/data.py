@@ -1,8 +1,8 @@
 """Where data lies on disk, and how to get it.
 
 A name such as "clinc/data_full.json" is a path below one of two folders: $AFIELD_DATA, then the user's cache. Nothing
-is downloaded unless you ask, with `fetch(name)` or by setting AFIELD_DOWNLOAD=1 for what is on neither, and a download
-counts only if its hash is the one written here. Tars are unpacked, `fetch("CIFAR-10-C")` is a folder. A set of your
+is downloaded unless you ask: with `fetch(name)`, or with AFIELD_DOWNLOAD=1 for what is in neither folder. A download is
+accepted only if its hash is the one written here. Tars are unpacked, `fetch("CIFAR-10-C")` is a folder. A set of your
 own: `SOURCES["mine/x.npz"] = Source(url, "sha256:...")`.
 """
 
@@ -117,7 +117,7 @@ def find(*names: str) -> Path:
         return path
     if os.environ.get("AFIELD_DOWNLOAD") == "1" and (known := [name for name in names if name in SOURCES]):
         return fetch(known[0])
-    raise DataMissing(_missing(*names))
+    raise DataMissing(_missing_message(*names))
 
 
 def locate(*names: str) -> Path | None:
@@ -144,15 +144,15 @@ def fetch(name: str) -> Path:
     A tar is unpacked, and the folder appears when it is whole: one that is there is taken as it is.
     """
     if name not in SOURCES:
-        raise DataMissing(_missing(name))
+        raise DataMissing(_missing_message(name))
     source, target = SOURCES[name], cache() / name
     if source.packed and target.is_dir():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
     if not source.packed:
-        return _download(name, target)
+        return download(name, target)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".unpacking-") as folder:
-        archive, unpacked = _download(name, Path(folder) / "archive"), Path(folder) / "unpacked"
+        archive, unpacked = download(name, Path(folder) / "archive"), Path(folder) / "unpacked"
         with tarfile.open(archive) as tar:
             tar.extractall(unpacked, filter="data")
         if not (unpacked / target.name).is_dir():
@@ -165,7 +165,8 @@ def fetch(name: str) -> Path:
     return target
 
 
-def _download(name: str, target: Path) -> Path:
+def download(name: str, target: Path) -> Path:
+    """Download a file of `SOURCES` to a path, as it is, unless it is there; its hash is checked in either case."""
     try:
         import pooch
     except ImportError as error:
@@ -175,8 +176,8 @@ def _download(name: str, target: Path) -> Path:
     try:
         return Path(pooch.retrieve(url, known, fname=target.name, path=target.parent, progressbar=bar))
     except OSError as error:
-        raise DataMissing(f"{_missing(name)} The download failed: {error}.") from error
-    except ValueError as error:  # pooch's own word for a wrong hash; it has deleted the download
+        raise DataMissing(f"{_missing_message(name)} The download failed: {error}.") from error
+    except ValueError as error:  # a wrong hash; pooch has deleted the download
         raise DataDamaged(f"{url} did not give {name} as it was expected: {error}") from error
 
 
@@ -197,7 +198,7 @@ def cache() -> Path:
     return Path.home() / ".cache" / "afield"
 
 
-def _missing(*names: str) -> str:
+def _missing_message(*names: str) -> str:
     places = ", ".join(map(str, folders()))
     text = f"{names[0]} was not found; looked in {places}."
     if len(names) > 1:

@@ -19,17 +19,17 @@ from torch.utils.data import TensorDataset
 from afield.backbones.wide_resnet import WideResNet
 from afield.settings import Settings
 from afield.tasks.data import arrays, find
-from afield.tasks.formats import idx
 from afield.tasks.image_tensors import (
-    Labelled,
+    LabelledImages,
     crop_and_flip,
-    cut,
-    dataset,
     first_per_class,
-    named_ood,
     noise,
+    ood_from_environment,
+    split_train_val,
+    to_dataset,
     to_tensor,
 )
+from afield.tasks.published_formats import read_idx
 from afield.tasks.task import Recipe, Task, presets
 
 MEAN, STD = (0.2860,), (0.3530,)
@@ -54,16 +54,16 @@ _FILE = "images/fashion_mnist_30k_10k.npz"
 
 def fashion(seed: int, preset: str) -> Task:
     train_size, test_size, ood_size = _SIZES[preset]
-    (x, y), (x_test, y_test) = (_part(name) for name in ("train", "t10k"))
+    (x, y), (x_test, y_test) = (_read_part(name) for name in ("train", "t10k"))
     chosen, tested = first_per_class(y, train_size), first_per_class(y_test, test_size)
-    train, val = cut(x[chosen], y[chosen], seed)
-    ood = {name: TensorDataset(to_tensor(_images(name)[:ood_size])) for name in ("mnist", "notmnist")}
+    train, val = split_train_val(x[chosen], y[chosen], seed)
+    ood = {name: TensorDataset(to_tensor(_read_ood(name)[:ood_size])) for name in ("mnist", "notmnist")}
     return Task(
         "fashion",
         train,
         val,
-        dataset(x_test[tested], y_test[tested]),
-        ood={**ood, "noise": noise(min(ood_size, 2500), (1, 28, 28), seed=0), **named_ood(1, 28)},
+        to_dataset(x_test[tested], y_test[tested]),
+        ood={**ood, "noise": noise(min(ood_size, 2500), (1, 28, 28), seed=0), **ood_from_environment(1, 28)},
         num_outputs=10,
         backbone=partial(_NETS[preset], mean=MEAN, std=STD),
         augment=lambda batch, _: crop_and_flip(batch, padding=2),
@@ -77,22 +77,22 @@ RECIPE = Recipe(
 )
 
 
-def _part(name: str) -> Labelled:
+def _read_part(name: str) -> LabelledImages:
     images, labels = (
-        find(*_published(f"FashionMNIST/raw/{name}-{kind}"), _FILE) for kind in ("images-idx3", "labels-idx1")
+        find(*_packed_or_not(f"FashionMNIST/raw/{name}-{kind}"), _FILE) for kind in ("images-idx3", "labels-idx1")
     )
     if images.suffix != ".npz" and labels.suffix != ".npz":
-        return idx(images), idx(labels).astype(np.int64)
+        return read_idx(images), read_idx(labels).astype(np.int64)
     content, suffix = arrays(_FILE), "tr" if name == "train" else "te"
     return content[f"x{suffix}"], content[f"y{suffix}"].astype(np.int64)
 
 
-def _images(name: str) -> np.ndarray:
+def _read_ood(name: str) -> np.ndarray:
     folder, subset = {"mnist": ("MNIST/raw", "mnist_test10k"), "notmnist": ("notMNIST", "notmnist_dev5k")}[name]
-    path = find(*_published(f"{folder}/t10k-images-idx3"), f"images/{subset}.npz")
-    return arrays(path)["x"] if path.suffix == ".npz" else idx(path)
+    path = find(*_packed_or_not(f"{folder}/t10k-images-idx3"), f"images/{subset}.npz")
+    return arrays(path)["x"] if path.suffix == ".npz" else read_idx(path)
 
 
-def _published(name: str) -> tuple[str, str]:
-    """With its packed twin."""
+def _packed_or_not(name: str) -> tuple[str, str]:
+    """The names of an idx file and of its gzip."""
     return f"{name}-ubyte", f"{name}-ubyte.gz"

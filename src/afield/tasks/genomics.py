@@ -15,9 +15,9 @@ smoke    64, 64           a twentieth of the data, 2 epochs
 paper    2000, 2000       Adam 1e-4 at batch size 128, constant. The paper takes the best of a million steps on
                           validation data; we have less data and no such choice, and stop after 30,000
 
-The Gaussian-process layer learns at 2e-2, also by that choice. Each time that a read is trained on, it is turned to the
-other strand or not by the fall of a coin: a departure from the paper, whose set is far larger. Bases are coded
-A0 C1 G2 T3. `read_fasta` and `cut` make reads of genomes of your own.
+The Gaussian-process layer learns at 2e-2, also by that choice. Training reads are turned to the other
+strand with probability a half: a departure from the paper, whose set is far larger. Bases are coded
+A0 C1 G2 T3. `read_fasta` and `cut_reads` make reads of genomes of your own.
 """
 
 import gzip
@@ -43,13 +43,13 @@ _CODES = np.full(256, UNKNOWN, dtype=np.uint8)
 for _code, _letters in enumerate(("Aa", "Cc", "Gg", "TtUu")):
     _CODES[[ord(letter) for letter in _letters]] = _code
 _SIZES = {"smoke": 64, "small": 512, "paper": 2000}
-_THIN = 20
+_SMOKE_STEP = 20  # smoke takes one read of this many
 
 
 def genomics(seed: int, preset: str) -> Task:
     """The same data for every seed: the regions are fixed."""
     data, ood = arrays("genomics/bacteria10_id.npz"), arrays("genomics/bacteria_ood_dev8.npz")
-    step = _THIN if preset == "smoke" else 1
+    step = _SMOKE_STEP if preset == "smoke" else 1
 
     def part(name: str) -> TensorDataset:
         return _dataset(data[f"x_{name}"][::step], data[f"y_{name}"][::step])
@@ -92,7 +92,7 @@ def read_fasta(path: Path) -> Iterator[tuple[str, Tensor]]:
         for line in _lines(file):
             if line.startswith(b">"):
                 if header is not None:
-                    yield header, _coded(lines)
+                    yield header, _encode(lines)
                 header, lines = line[1:].decode("utf-8", "replace").strip(), []
             elif header is None:
                 raise ValueError(
@@ -102,10 +102,10 @@ def read_fasta(path: Path) -> Iterator[tuple[str, Tensor]]:
                 lines.append(line)
         if header is None:
             raise ValueError(f"{path} is not a FASTA file: it is empty.")
-        yield header, _coded(lines)
+        yield header, _encode(lines)
 
 
-def cut(codes: Tensor, *, length: int = READ, step: int = READ) -> Tensor:
+def cut_reads(codes: Tensor, *, length: int = READ, step: int = READ) -> Tensor:
     """Reads (N, length) every `step` bases of a sequence (T,), without those that hold an unknown base."""
     if len(codes) < length:
         return codes.new_zeros(0, length)
@@ -129,7 +129,7 @@ def _lines(file: Iterable[bytes]) -> Iterator[bytes]:
     return (line for raw in file if (line := raw.strip()) and not line.startswith(b";"))
 
 
-def _coded(lines: list[bytes]) -> Tensor:
+def _encode(lines: list[bytes]) -> Tensor:
     letters = np.frombuffer(b"".join(lines), dtype=np.uint8)
     return torch.from_numpy(_CODES[letters])
 

@@ -1,9 +1,11 @@
-"""Pictures in files, decoded when they are asked for: folders class/name.jpg, or tars that hold such paths.
+"""Image files (JPEG, PNG, ...) in folders or tars, decoded one by one when they are asked for: for large data sets.
 
     root/n01440764/x.JPEG ...           one folder a class
     root/*.tar                          members n01440764/x.JPEG; no need to unpack
 
-Every picture is scaled until its short side is 8/7 of `size`, then cut to the middle `size` x `size`: 256 and 224.
+Every image is scaled until its short side is 8/7 of `size`, then cut to the middle `size` x `size`: 256 and 224.
+
+`image_tensors` is for sets that are held in memory, `published_formats` reads those from their authors' own files.
 """
 
 import io
@@ -18,73 +20,78 @@ from torch.utils.data import Dataset
 
 from afield.errors import DataDamaged, DataMissing
 
-_ENDINGS = (".jpg", ".jpeg", ".png", ".bmp", ".webp")
+_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp")
 
 
-class Source(NamedTuple):
-    """Where a picture lies: a file, or a part of a tar."""
+class ImageLocation(NamedTuple):
+    """Where an encoded image is stored: a file, or a part of a tar."""
 
     path: Path
     start: int = 0
     length: int = -1
 
 
-class Pictures(Dataset[tuple[Tensor, int]]):
-    """Bytes (3, size, size) and labels; nothing but names and labels is kept in memory."""
+class ImageFiles(Dataset[tuple[Tensor, int]]):
+    """Bytes (3, size, size) and labels; only locations and labels are kept in memory."""
 
-    def __init__(self, sources: list[Source], labels: list[int], size: int = 224) -> None:
-        self.sources, self.targets, self.size = sources, torch.tensor(labels, dtype=torch.int64), size
+    def __init__(self, locations: list[ImageLocation], labels: list[int], size: int = 224) -> None:
+        self.locations, self.targets, self.size = locations, torch.tensor(labels, dtype=torch.int64), size
 
     def __len__(self) -> int:
-        return len(self.sources)
+        return len(self.locations)
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        path, start, length = self.sources[index]
+        path, start, length = self.locations[index]
         with path.open("rb") as file:
             file.seek(start)
-            body = file.read(length)
+            content = file.read(length)
         try:
-            picture = read_picture(body, self.size, enlarge=8 / 7)
-        except OSError as error:  # Pillow's word for whatever is wrong with a picture
+            pixels = read_square(content, self.size, enlarge=8 / 7)
+        except OSError as error:  # Pillow raises it for every kind of damage
             raise DataDamaged(f"A picture in {path}, from byte {start}, cannot be read: {error}.") from error
-        return torch.from_numpy(picture.transpose(2, 0, 1).copy()), int(self.targets[index])
+        return torch.from_numpy(pixels.transpose(2, 0, 1).copy()), int(self.targets[index])
 
 
-def listed(root: Path) -> dict[str, list[Source]]:
-    """Pictures by class, in order of their names."""
-    found: dict[str, list[tuple[str, Source]]] = {}
+def locate_images(root: Path) -> dict[str, list[ImageLocation]]:
+    """The images of each class, in order of their names."""
+    found: dict[str, list[tuple[str, ImageLocation]]] = {}
     for folder in sorted(p for p in root.iterdir() if p.is_dir()):
-        found[folder.name] = [(str(file.relative_to(folder)), Source(file)) for file in picture_files(folder)]
+        found[folder.name] = [(str(file.relative_to(folder)), ImageLocation(file)) for file in list_files(folder)]
     for tar in sorted(root.glob("*.tar")):
         with tarfile.open(tar) as archive:
             for member in archive:
                 path = Path(member.name)
-                if member.isfile() and path.suffix.lower() in _ENDINGS and len(path.parts) > 1:
-                    source = Source(tar, member.offset_data, member.size)
-                    found.setdefault(path.parts[-2], []).append((path.name, source))
-    result = {name: [source for _, source in sorted(found[name])] for name in sorted(found) if found[name]}
-    if not result:
+                if member.isfile() and path.suffix.lower() in _SUFFIXES and len(path.parts) > 1:
+                    location = ImageLocation(tar, member.offset_data, member.size)
+                    found.setdefault(path.parts[-2], []).append((path.name, location))
+    by_class = {name: [location for _, location in sorted(found[name])] for name in sorted(found) if found[name]}
+    if not by_class:
         raise DataMissing(f"{root} holds no pictures: expected class/name.jpg, or *.tar with members class/name.jpg.")
-    return result
+    return by_class
 
 
-def picture_files(folder: Path) -> list[Path]:
-    return sorted(p for p in folder.rglob("*") if p.suffix.lower() in _ENDINGS)
+def list_files(folder: Path) -> list[Path]:
+    """The image files in and below a folder, in order of their paths."""
+    return sorted(p for p in folder.rglob("*") if p.suffix.lower() in _SUFFIXES)
 
 
-def read_picture(picture: Any, size: int, channels: int = 3, enlarge: float = 1.0) -> np.ndarray:
-    """The middle of a picture, an encoded one or Pillow's own, as bytes (size, size, channels)."""
-    image = pillow()
-    opened = image.open(io.BytesIO(picture)) if isinstance(picture, bytes) else picture
+def read_square(image: Any, size: int, channels: int = 3, enlarge: float = 1.0) -> np.ndarray:
+    """The middle of an image, encoded (bytes) or opened by Pillow, as bytes (size, size, channels).
+
+    enlarge  the short side is first scaled to this many times `size`
+    """
+    pillow = import_pillow()
+    opened = pillow.open(io.BytesIO(image)) if isinstance(image, bytes) else image
     opened = opened.convert("RGB" if channels == 3 else "L")
     scale = size * enlarge / min(opened.size)
     width, height = (max(size, round(side * scale)) for side in opened.size)
-    scaled = opened.resize((width, height), image.Resampling.BILINEAR)
+    scaled = opened.resize((width, height), pillow.Resampling.BILINEAR)
     left, top = (width - size) // 2, (height - size) // 2
     return np.asarray(scaled.crop((left, top, left + size, top + size))).reshape(size, size, channels)
 
 
-def pillow() -> Any:
+def import_pillow() -> Any:
+    """The module PIL.Image, which is an extra."""
     try:
         from PIL import Image
     except ImportError as error:

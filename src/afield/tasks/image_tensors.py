@@ -1,7 +1,9 @@
-"""What image tasks share. Images are stored as bytes (N, C, H, W); backbones make numbers of them.
+"""Images in memory, as tensors of bytes (N, C, H, W): conversion, splits, augmentation and OOD sets of image tasks.
+
+Backbones turn the bytes into numbers. Sets that are too large for memory are read one by one (`image_files`).
 
 `AFIELD_OOD` names more OOD sets for every image task: npz files with an array x of bytes (N, H, W[, C]), or folders of
-pictures, separated as in PATH. A set is called what its file is; its images are cut square and scaled to the task's.
+image files, separated as in PATH. A set has the name of its file; its images are cut square and scaled to the task's.
 """
 
 import os
@@ -17,9 +19,9 @@ from torch.utils.data import TensorDataset
 
 from afield.backbones.normalize import as_numbers
 from afield.errors import DataMissing
-from afield.tasks.image_files import picture_files, pillow, read_picture
+from afield.tasks.image_files import import_pillow, list_files, read_square
 
-Labelled = tuple[np.ndarray, np.ndarray]
+LabelledImages = tuple[np.ndarray, np.ndarray]
 """Images (N, H, W[, C]) and labels (N,)."""
 
 
@@ -31,7 +33,8 @@ def to_tensor(images: np.ndarray) -> Tensor:
     return torch.from_numpy(np.array(images.transpose(0, 3, 1, 2), order="C"))  # a copy: bytes of files are read-only
 
 
-def dataset(images: np.ndarray, labels: np.ndarray) -> TensorDataset:
+def to_dataset(images: np.ndarray, labels: np.ndarray) -> TensorDataset:
+    """Bytes (N, H, W[, C]) and labels (N,) as tensors."""
     return TensorDataset(to_tensor(images), torch.from_numpy(labels.astype(np.int64)))
 
 
@@ -41,14 +44,14 @@ def first_per_class(labels: np.ndarray, count: int) -> np.ndarray:
     return np.sort(np.concatenate(chosen))
 
 
-def cut(images: np.ndarray, labels: np.ndarray, seed: int) -> tuple[TensorDataset, TensorDataset]:
-    """Training and validation data, a tenth of every class."""
-    train, val = rows_of_parts(labels, seed, 0.1)
-    return dataset(images[train], labels[train]), dataset(images[val], labels[val])
+def split_train_val(images: np.ndarray, labels: np.ndarray, seed: int) -> tuple[TensorDataset, TensorDataset]:
+    """Training data, and validation data with a tenth of every class."""
+    train, val = split_rows(labels, seed, 0.1)
+    return to_dataset(images[train], labels[train]), to_dataset(images[val], labels[val])
 
 
-def rows_of_parts(labels: np.ndarray, seed: int, part: float) -> tuple[np.ndarray, np.ndarray]:
-    """All rows in random order, in two parts: the second has `part` of every class, one at least."""
+def split_rows(labels: np.ndarray, seed: int, part: float) -> tuple[np.ndarray, np.ndarray]:
+    """All rows in random order, in two parts: the second has `part` of every class, one example at least."""
     order = np.random.default_rng(seed).permutation(len(labels))
     rank = np.empty(len(labels))
     for label in np.unique(labels):
@@ -59,7 +62,7 @@ def rows_of_parts(labels: np.ndarray, seed: int, part: float) -> tuple[np.ndarra
 
 
 def crop_and_flip(batch: Any, padding: int = 4) -> tuple[Tensor, Tensor]:
-    """Random crops of the images with black all around, half of them mirrored; numbers in [0, 1] for what follows."""
+    """Random crops of the images with black all around, half of them mirrored; as numbers in [0, 1]."""
     x, y = batch
     count, channels, height, width = x.shape
     x = F.pad(x, (padding,) * 4)
@@ -77,18 +80,19 @@ def noise(count: int, shape: Sequence[int], seed: int) -> TensorDataset:
     return TensorDataset(torch.from_numpy(np.clip(drawn, 0, 255).astype(np.uint8)))
 
 
-def named_ood(channels: int, size: int) -> dict[str, TensorDataset]:
-    """The sets of AFIELD_OOD."""
+def ood_from_environment(channels: int, size: int) -> dict[str, TensorDataset]:
+    """The sets of AFIELD_OOD, by name."""
     paths = [Path(text) for text in os.environ.get("AFIELD_OOD", "").split(os.pathsep) if text]
-    return {path.stem: TensorDataset(to_tensor(_images_of(path, channels, size))) for path in paths}
+    return {path.stem: TensorDataset(to_tensor(_read_images(path, channels, size))) for path in paths}
 
 
-def _images_of(path: Path, channels: int, size: int) -> np.ndarray:
+def _read_images(path: Path, channels: int, size: int) -> np.ndarray:
+    """Bytes (N, size, size, channels) of an npz file, or of a folder of image files."""
     if path.is_dir():
-        files = picture_files(path)
+        files = list_files(path)
         if not files:
             raise DataMissing(f"AFIELD_OOD names {path}, a folder without pictures.")
-        return np.stack([read_picture(file.read_bytes(), size, channels) for file in files])
+        return np.stack([read_square(file.read_bytes(), size, channels) for file in files])
     if not path.is_file():
         raise DataMissing(f"AFIELD_OOD names {path}, which is neither a file nor a folder.")
     with np.load(path, allow_pickle=False) as file:
@@ -99,5 +103,6 @@ def _images_of(path: Path, channels: int, size: int) -> np.ndarray:
         images = images[..., None].repeat(channels, axis=-1)
     if images.shape[1:] == (size, size, channels):
         return images
+    pillow = import_pillow()
     squeezed = images[..., 0] if images.shape[-1] == 1 else images
-    return np.stack([read_picture(pillow().fromarray(image), size, channels) for image in squeezed])
+    return np.stack([read_square(pillow.fromarray(image), size, channels) for image in squeezed])

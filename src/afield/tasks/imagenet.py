@@ -1,6 +1,6 @@
-"""ImageNet on ResNet-50, decoded picture by picture: too large to be held in memory, or to ship.
+"""ImageNet on ResNet-50, decoded image by image: too large to be held in memory, or to ship.
 
-Folders that are looked for, with pictures as `image_files` reads them (class/name.JPEG, or tars of such):
+Folders that are looked for, with images as `image_files` reads them (class/name.JPEG, or tars of such):
 
     imagenet/train, imagenet/val            required; the official validation set is the test set
     imagenet-c/TYPE/SEVERITY                published corruptions (https://zenodo.org/records/2235448), if there
@@ -8,8 +8,8 @@ Folders that are looked for, with pictures as `image_files` reads them (class/na
 
 Validation data is cut from the training data by the seed: a hundredth, a tenth in `small`. Test, validation and
 posterior see the middle 224 x 224. Training sees random parts of that square, scaled up, where the authors' code takes
-them from the whole picture: so one data set serves training and the posterior pass. The paper does not give its
-schedule; `paper` has 90 epochs with the usual rate, decay and warm-up. `small` is 100 classes of 100 pictures at most.
+them from the whole image: so one data set serves training and the posterior pass. The paper does not give its
+schedule; `paper` has 90 epochs with the usual rate, decay and warm-up. `small` is 100 classes of 100 images at most.
 """
 
 from collections.abc import Mapping
@@ -27,13 +27,15 @@ from afield.backbones.normalize import as_numbers
 from afield.backbones.resnet50 import BOUNDED, ResNet50
 from afield.errors import DataMissing
 from afield.settings import Settings
+from afield.tasks.corruptions import set_name
 from afield.tasks.data import folders, locate
-from afield.tasks.image_files import Pictures, Source, listed
-from afield.tasks.image_tensors import named_ood, noise, rows_of_parts
+from afield.tasks.image_files import ImageFiles, ImageLocation, locate_images
+from afield.tasks.image_tensors import noise, ood_from_environment, split_rows
 from afield.tasks.task import Recipe, Task, presets
 
+LabelledLocations = list[tuple[ImageLocation, int]]
 _EVERYTHING = 1_000_000
-# Classes, pictures of each, the part of them that is held out for validation, pixels a side.
+# Classes, images of each, the part of them that is held out for validation, pixels a side.
 _SIZES = {"smoke": (4, 60, 0.1, 64), "small": (100, 100, 0.1, 224), "paper": (_EVERYTHING, _EVERYTHING, 0.01, 224)}
 _PAPER = Settings(
     epochs=90,
@@ -51,25 +53,25 @@ _PAPER = Settings(
 
 def imagenet(seed: int, preset: str) -> Task:
     max_classes, per_class, held_out, size = _SIZES[preset]
-    train, test = (listed(_root(f"imagenet/{part}")) for part in ("train", "val"))
+    train, test = (locate_images(_find_folder(f"imagenet/{part}")) for part in ("train", "val"))
     classes = {name: label for label, name in enumerate(list(train)[:max_classes])}
-    pictures = _labelled(train, classes, per_class)
-    train_rows, val_rows = rows_of_parts(np.array([label for _, label in pictures]), seed, held_out)
-    part: Any = partial(_pictures, size=size)  # decoded one by one, where other tasks have tensors
-    ood: dict[str, Any] = {"noise": noise(100, (3, size, size), seed=0), **named_ood(3, size)}
+    images = _select(train, classes, per_class)
+    train_rows, val_rows = split_rows(np.array([label for _, label in images]), seed, held_out)
+    part: Any = partial(_to_dataset, size=size)  # decoded one by one, where other tasks have tensors
+    ood: dict[str, Any] = {"noise": noise(100, (3, size, size), seed=0), **ood_from_environment(3, size)}
     if root := locate("imagenet-o"):
-        outside = [source for sources in listed(root).values() for source in sources]
-        ood["imagenet-o"] = Pictures(outside, [-1] * len(outside), size)
+        outside = [location for locations in locate_images(root).values() for location in locations]
+        ood["imagenet-o"] = ImageFiles(outside, [-1] * len(outside), size)
     return Task(
         "imagenet",
-        part([pictures[row] for row in train_rows]),
-        part([pictures[row] for row in val_rows]),
-        part(_labelled(test, classes, per_class)),
+        part([images[row] for row in train_rows]),
+        part([images[row] for row in val_rows]),
+        part(_select(test, classes, per_class)),
         ood=ood,
         num_outputs=len(classes),
         backbone=ResNet50,
-        shifted=_published(classes, per_class, size),
-        augment=lambda batch, _: random_parts(batch),
+        shifted=_published_corruptions(classes, per_class, size),
+        augment=lambda batch, _: random_resized_crop(batch),
     )
 
 
@@ -77,7 +79,7 @@ _SMALL = replace(_PAPER, epochs=20, batch_size=64)
 RECIPE = Recipe(imagenet, presets(_SMALL, smoke=replace(_SMALL, epochs=1, batch_size=4), paper=_PAPER))
 
 
-def random_parts(batch: Any, least: float = 0.25) -> tuple[Tensor, Tensor]:
+def random_resized_crop(batch: Any, least: float = 0.25) -> tuple[Tensor, Tensor]:
     """Random squares with `least` to all of the area, scaled to the full size, half of them mirrored; in [0, 1]."""
     x, y = batch
     x = as_numbers(x)
@@ -90,28 +92,26 @@ def random_parts(batch: Any, least: float = 0.25) -> tuple[Tensor, Tensor]:
     return F.grid_sample(x, grid, padding_mode="border", align_corners=False).clamp_(0, 1), y
 
 
-Labelled = list[tuple[Source, int]]
-
-
-def _labelled(sources: Mapping[str, list[Source]], classes: Mapping[str, int], per_class: int) -> Labelled:
-    unknown = next((name for name in classes if name not in sources), None)
+def _select(images: Mapping[str, list[ImageLocation]], classes: Mapping[str, int], per_class: int) -> LabelledLocations:
+    """The first images of each class, with their labels."""
+    unknown = next((name for name in classes if name not in images), None)
     if unknown is not None:
         raise DataMissing(f"Class {unknown} of imagenet/train has no pictures in one of the other parts.")
-    return [(source, label) for name, label in classes.items() for source in sources[name][:per_class]]
+    return [(location, label) for name, label in classes.items() for location in images[name][:per_class]]
 
 
-def _pictures(pictures: Labelled, size: int) -> Pictures:
-    return Pictures([source for source, _ in pictures], [label for _, label in pictures], size)
+def _to_dataset(images: LabelledLocations, size: int) -> ImageFiles:
+    return ImageFiles([location for location, _ in images], [label for _, label in images], size)
 
 
-def _published(classes: Mapping[str, int], per_class: int, size: int) -> dict[str, Any]:
+def _published_corruptions(classes: Mapping[str, int], per_class: int, size: int) -> dict[str, Any]:
     root = locate("imagenet-c")
-    sets = sorted(p for p in root.glob("*/[1-5]") if p.is_dir()) if root else []
-    read = partial(_labelled, classes=classes, per_class=per_class)
-    return {f"corrupted/{p.parent.name}-{p.name}": _pictures(read(listed(p)), size) for p in sets}
+    paths = sorted(p for p in root.glob("*/[1-5]") if p.is_dir()) if root else []
+    select = partial(_select, classes=classes, per_class=per_class)
+    return {set_name(p.parent.name, p.name): _to_dataset(select(locate_images(p)), size) for p in paths}
 
 
-def _root(name: str) -> Path:
+def _find_folder(name: str) -> Path:
     path = locate(name)
     if path is None or not path.is_dir():
         places = ", ".join(map(str, folders()))

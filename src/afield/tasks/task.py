@@ -21,7 +21,7 @@ class Task:
     grid     inputs without labels that the report draws predictions on, for tasks in one or two dimensions
     augment  (batch, settings) -> the training batch (x, y) as the method's own transform gets it
     order    (batch size, generator) -> the batches of an epoch as index tensors; None: shuffled
-    scale    what real targets were divided by: figures are reported in their own units
+    scale    what real targets were divided by: metrics are reported in the targets' own units
     """
 
     name: str
@@ -57,6 +57,7 @@ class Recipe:
         return replace(self.load(seed, preset), settings=settings)
 
     def settings_for(self, preset: str, method: str = "") -> Settings:
+        """The settings of a preset, adapted to a method."""
         if preset not in self.settings:
             raise ValueError(f"Unknown preset {preset!r}: expected one of {', '.join(self.settings)}.")
         settings = self.settings[preset]

@@ -73,7 +73,7 @@ def digits(seed: int, preset: str) -> Task:
         test,
         ood={name: TensorDataset(images) for name, images in ood.items()},
         num_outputs=10 - len(HELD_OUT),
-        backbone=_flat,
+        backbone=_flattening_resffn,
     )
 
 
@@ -128,7 +128,7 @@ def blobs(count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     return 2 * centers + 0.35 * torch.randn(count, 2, generator=generator), y
 
 
-def _flat() -> nn.Module:
+def _flattening_resffn() -> nn.Module:
     backbone = nn.Sequential(nn.Flatten(), ResFFN(64))
     backbone.out_features = backbone[1].out_features
     return backbone

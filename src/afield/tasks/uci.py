@@ -5,7 +5,7 @@ to train and 10% to test; ten have those of the set's own collection (10 splits)
 the seed, is for validation.
 
 Columns and target have mean 0 and standard deviation 1 over the training rows; a column that is constant there stays as
-it is. `Split.scale` is the standard deviation of the target, by which a figure goes back to the target's own units:
+it is. `Split.scale` is the standard deviation of the target, by which a metric goes back to the target's own units:
 RMSE and CRPS times the scale, log loss plus its logarithm.
 
 There are no published OOD rows. OOD are points far from every training row, uniform in a box three times as wide as the

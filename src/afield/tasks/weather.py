@@ -1,6 +1,6 @@
 """Weather: snow, frost, fog and light on stacks of images (N, H, W, 3) in [0, 1].
 
-`corruptions` says where formulas and constants come from.
+The docstring of `corruptions` gives the source of formulas and constants.
 """
 
 import numpy as np
@@ -8,7 +8,7 @@ import numpy as np
 from afield.tasks import blur
 
 _LUMA = np.array([0.299, 0.587, 0.114])
-# Mean colour and spread of the grain of frosted windows, in bytes: dark, blue, grey and white frost.
+# Mean colour and standard deviation of the grain of frosted windows, in bytes: dark, blue, grey and white frost.
 _FROSTS = (
     ((91, 103, 115), 31),
     ((71, 143, 160), 12),
@@ -20,14 +20,14 @@ _FROSTS = (
 
 def snow(x: np.ndarray, severity: int, rng: np.random.Generator) -> np.ndarray:
     """Flakes, that is noise above a threshold, drawn out by the wind both ways over a paler image."""
-    mean, spread, factor, threshold, radius, width, kept = (
+    mean, deviation, factor, threshold, radius, width, kept = (
         (0.1, 0.2, 1, 0.6, 8, 3, 0.95),
         (0.1, 0.2, 1, 0.5, 10, 4, 0.9),
         (0.15, 0.3, 1.75, 0.55, 10, 4, 0.9),
         (0.25, 0.3, 2.25, 0.6, 12, 6, 0.85),
         (0.3, 0.3, 1.25, 0.65, 14, 12, 0.8),
     )[severity - 1]
-    flakes = blur.zoom(rng.normal(mean, spread, size=(*x.shape[:3], 1)), factor)
+    flakes = blur.zoom(rng.normal(mean, deviation, size=(*x.shape[:3], 1)), factor)
     flakes = np.where(flakes < threshold, 0, np.minimum(flakes, 1))
     flakes = blur.along_lines(flakes, radius, width, rng.uniform(-135, -45, size=len(x)))
     pale = np.maximum(x, (x @ _LUMA)[..., None] * 1.5 + 0.5)
@@ -71,18 +71,18 @@ def plasma(count: int, side: int, decay: float, rng: np.random.Generator) -> np.
     clouds = np.zeros((count, size, size))
     step, amplitude = size, 100.0
 
-    def wobbling(total: np.ndarray) -> np.ndarray:
+    def with_noise(total: np.ndarray) -> np.ndarray:
         return total / 4 + amplitude * rng.uniform(-amplitude, amplitude, size=total.shape)
 
     while step >= 2:
         half = step // 2
         corners = clouds[:, ::step, ::step]
         pairs = corners + np.roll(corners, -1, axis=1)
-        clouds[:, half::step, half::step] = wobbling(pairs + np.roll(pairs, -1, axis=2))
+        clouds[:, half::step, half::step] = with_noise(pairs + np.roll(pairs, -1, axis=2))
         middles = clouds[:, half::step, half::step]
         for axis, target in ((1, np.s_[:, ::step, half::step]), (2, np.s_[:, half::step, ::step])):
             beside = middles + np.roll(middles, 1, axis=axis)
-            clouds[target] = wobbling(beside + corners + np.roll(corners, -1, axis=3 - axis))
+            clouds[target] = with_noise(beside + corners + np.roll(corners, -1, axis=3 - axis))
         step, amplitude = half, amplitude / decay
     clouds -= clouds.min(axis=(1, 2), keepdims=True)
     return clouds / clouds.max(axis=(1, 2), keepdims=True)

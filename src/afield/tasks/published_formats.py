@@ -1,6 +1,7 @@
-"""Image sets as their authors publish them: CIFAR's pickles, SVHN's .mat, MNIST's idx, folders and tars of pictures.
+"""Files of small image sets as their authors publish them: CIFAR's pickles, SVHN's .mat, MNIST's idx.
 
-A pickle is a program. CIFAR's files are read by an unpickler that knows numpy arrays and nothing else.
+Each function reads one file into arrays of bytes. Folders and tars of JPEGs are read by `image_files`. A pickle
+is a program: CIFAR's files are read by an unpickler that knows numpy arrays and nothing else.
 """
 
 import gzip
@@ -21,7 +22,7 @@ _ALLOWED = {
 }
 
 
-def cifar_batch(path: Path, labels: str = "labels") -> tuple[np.ndarray, np.ndarray]:
+def read_cifar_batch(path: Path, labels: str = "labels") -> tuple[np.ndarray, np.ndarray]:
     """Images (N, 32, 32, 3) and labels of one of CIFAR's Python batches; CIFAR-100 has "fine_labels"."""
     try:
         with path.open("rb") as file:
@@ -36,17 +37,7 @@ def cifar_batch(path: Path, labels: str = "labels") -> tuple[np.ndarray, np.ndar
     return data.reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1), y.astype(np.int64)
 
 
-class _ArraysOnly(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) not in _ALLOWED:
-            raise DataDamaged(
-                f"This pickle asks for {module}.{name}, which was not run: a batch of CIFAR holds arrays only. "
-                "Get the file from https://www.cs.toronto.edu/~kriz/cifar.html."
-            )
-        return _ALLOWED[module, name]
-
-
-def svhn_mat(path: Path) -> tuple[np.ndarray, np.ndarray]:
+def read_svhn_mat(path: Path) -> tuple[np.ndarray, np.ndarray]:
     """Images (N, 32, 32, 3) and digits of SVHN's cropped format; it writes zero as 10."""
     try:
         from scipy.io import loadmat
@@ -59,8 +50,8 @@ def svhn_mat(path: Path) -> tuple[np.ndarray, np.ndarray]:
         raise DataDamaged(f"{path} is no SVHN file ({type(error).__name__}: {error}). Get it again.") from error
 
 
-def idx(path: Path) -> np.ndarray:
-    """Bytes in MNIST's format, packed by gzip or not: two zeros, type 8, the number of axes, their lengths, data."""
+def read_idx(path: Path) -> np.ndarray:
+    """The array of bytes in a file of MNIST's format, .gz or not: two zeros, type 8, number of axes, lengths, data."""
     try:
         body = path.read_bytes()
         body = gzip.decompress(body) if path.suffix == ".gz" else body
@@ -70,3 +61,15 @@ def idx(path: Path) -> np.ndarray:
         return np.frombuffer(body, np.uint8, offset=4 + 4 * body[3]).reshape(shape)
     except Exception as error:
         raise DataDamaged(f"{path} is no idx file of bytes ({type(error).__name__}: {error}). Get it again.") from error
+
+
+class _ArraysOnly(pickle.Unpickler):
+    """An unpickler that refuses everything but numpy arrays."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) not in _ALLOWED:
+            raise DataDamaged(
+                f"This pickle asks for {module}.{name}, which was not run: a batch of CIFAR holds arrays only. "
+                "Get the file from https://www.cs.toronto.edu/~kriz/cifar.html."
+            )
+        return _ALLOWED[module, name]
