@@ -1,4 +1,4 @@
-"""The paper's tables: well formed, and figure for figure what the paper's own source says."""
+"""The paper's tables: well formed, and number for number what the paper's own source says."""
 
 import math
 import re
@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from afield.experiment.metric_name import MetricName
 from afield.experiment.paper import METHOD_OF, TABLES, Cell, Table
 from afield.registry import UnknownName
 
@@ -16,7 +17,7 @@ SOURCE = Path(__file__).resolve().parents[3] / "shared" / "paper" / "sngp.tex"
 WORDS_ONLY = "tab:methods"
 SETTINGS = ("tb:hyper_param_default", "tb:hyper_param")
 RESULTS = list(dict.fromkeys(table.label for table in TABLES.values() if table.label not in SETTINGS))
-FIGURE = re.compile(r"(\d+\.\d+)\s*\$\\pm\$\s*(\d+\.\d+)")
+NUMBER = re.compile(r"(\d+\.\d+)\s*\$\\pm\$\s*(\d+\.\d+)")
 
 
 # The data by itself
@@ -33,27 +34,27 @@ def test_rows_have_exactly_the_columns(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", TABLES)
-def test_figures_are_in_range(name: str) -> None:
+def test_numbers_are_in_range(name: str) -> None:
     for row in TABLES[name].rows:
         for column, cell in row.cells.items():
-            metric = column.split("/")[0]
+            metric = MetricName.parse(column).metric
             if metric in ("accuracy", "auroc", "aupr"):
                 assert 0.4 < cell.mean <= 1, (row.method, column)
             elif metric == "ece":
                 assert 0 < cell.mean < 1, (row.method, column)
             else:
                 assert cell.mean > 0, (row.method, column)
-            assert cell.spread is None or 0 <= cell.spread < min(0.12, cell.mean), (row.method, column)
+            assert cell.plus_minus is None or 0 <= cell.plus_minus < min(0.12, cell.mean), (row.method, column)
 
 
 @pytest.mark.parametrize("name", TABLES)
-def test_direction_and_spread_go_with_the_kind_of_table(name: str) -> None:
+def test_direction_and_plus_minus_go_with_the_kind_of_table(name: str) -> None:
     table = TABLES[name]
     better = {"accuracy": True, "auroc": True, "aupr": True, "ece": False, "nll": False}
-    assert all(column.higher_is_better is better.get(column.name.split("/")[0]) for column in table.columns)
+    assert all(column.higher_is_better is better.get(MetricName.parse(column.name).metric) for column in table.columns)
     settings = table.label in SETTINGS
     assert all((column.higher_is_better is None) == settings for column in table.columns)
-    assert all((cell.spread is None) == settings for row in table.rows for cell in row.cells.values())
+    assert all((cell.plus_minus is None) == settings for row in table.rows for cell in row.cells.values())
     assert table.task is None or name.split("-")[0] == table.task
 
 
@@ -62,7 +63,7 @@ def test_accuracies_are_fractions() -> None:
     assert TABLES["cifar10"].cell("sngp", "ece/clean") == Cell(0.017, 0.003)
 
 
-def test_a_missing_figure_is_none() -> None:
+def test_a_missing_number_is_none() -> None:
     assert TABLES["imagenet"].cell("duq-gp", "accuracy/clean") is None
     assert TABLES["imagenet"].cell("sngp", "auroc/svhn") is None
 
@@ -109,9 +110,9 @@ def plain(tex: str) -> str:
 
 
 def tex_rows(label: str) -> list[tuple[str, list[tuple[str, str]]]]:
-    """(method, [(mean, spread), ...]) of every line that holds figures, in order."""
+    """(method, [(mean, plus-minus), ...]) of every line that holds numbers, in order."""
     lines = [line for line in floats()[label].split(r"\\") if r"\pm" in line]
-    return [(plain(line.split("&")[0]), FIGURE.findall(line)) for line in lines]
+    return [(plain(line.split("&")[0]), NUMBER.findall(line)) for line in lines]
 
 
 def tables_of(label: str) -> list[Table]:
@@ -132,12 +133,12 @@ def test_results_are_the_papers_row_for_row(label: str) -> None:
     ours = [row for table in tables_of(label) for row in table.rows]
     theirs = tex_rows(label)
     assert [row.paper_name for row in ours] == [name for name, _ in theirs]
-    assert sum(len(figures) for _, figures in theirs) == floats()[label].count(r"\pm")
-    for row, (name, figures) in zip(ours, theirs, strict=True):
-        for (column, cell), (mean, spread) in zip(row.cells.items(), figures, strict=True):
-            assert cell.spread is not None
+    assert sum(len(numbers) for _, numbers in theirs) == floats()[label].count(r"\pm")
+    for row, (name, numbers) in zip(ours, theirs, strict=True):
+        for (column, cell), (mean, plus_minus) in zip(row.cells.items(), numbers, strict=True):
+            assert cell.plus_minus is not None
             assert math.isclose(cell.mean, fraction(column, mean), abs_tol=1e-9), (name, column)
-            assert math.isclose(cell.spread, fraction(column, spread), abs_tol=1e-9), (name, column)
+            assert math.isclose(cell.plus_minus, fraction(column, plus_minus), abs_tol=1e-9), (name, column)
 
 
 @pytest.mark.parametrize("label", RESULTS)
@@ -146,16 +147,18 @@ def test_columns_are_the_papers_in_order_and_direction(label: str) -> None:
         heads = [plain(cell) for cell in floats()[label].split(r"\\")[0].split(r"\toprule")[1].split("&")[1:]]
         assert heads == ["MSP", "Dempster Shafer", "Mahalanobis", "Relative Mahalanobis"]
         scores = [["max_probability", "dempster_shafer", "mahalanobis", "relative_mahalanobis"]] * 6
-        assert [[column.name.split("/")[2] for column in table.columns] for table in tables_of(label)] == scores
+        assert [
+            [MetricName.parse(column.name).score for column in table.columns] for table in tables_of(label)
+        ] == scores
         return
     [table] = tables_of(label)
     head = floats()[label].split(r"\midrule")[0]
     arrows = re.findall(r"(Acc|ECE|NLL|AUROC|AUPR)[^$]*\(\$\\(up|down)arrow\$\)", head)
     theirs = [({"Acc": "accuracy"}.get(metric, metric.lower()), arrow == "up") for metric, arrow in arrows]
-    ours = [(column.name.split("/")[0], column.higher_is_better) for column in table.columns]
+    ours = [(MetricName.parse(column.name).metric, column.higher_is_better) for column in table.columns]
     assert list(dict.fromkeys(ours)) == theirs
     shifts = re.findall("Clean|Corrupted", re.sub(r"(Acc|ECE) / c\1", "Clean Corrupted", head))
-    parts = [column.name.partition("/")[2] for column in table.columns]
+    parts = [MetricName.parse(column.name).data for column in table.columns]
     assert [part for part in parts if part in ("clean", "corrupted")] == [shift.lower() for shift in shifts]
     if "SVHN" in head:
         pair = re.search(r"SVHN\s*[&/]\s*CIFAR-(\d+)", head)
@@ -173,7 +176,7 @@ def test_pairs_of_the_score_tables_are_the_papers() -> None:
     }
     theirs = re.findall(r"\{4\}\{c\}\{(CIFAR-\d+) vs\.? (.*?) ?\}", floats()["tab:cifar-ood"])
     tables = tables_of("tab:cifar-ood")
-    assert [(table.task, table.columns[0].name.split("/")[1]) for table in tables] == [
+    assert [(table.task, MetricName.parse(table.columns[0].name).data) for table in tables] == [
         (names[inside], names[outside]) for inside, outside in theirs
     ]
 
@@ -200,6 +203,6 @@ def test_default_settings_are_the_papers() -> None:
     }
     theirs = {}
     for column, pattern in words.items():
-        [figure] = re.findall(pattern, floats()[table.label])
-        theirs[column] = Cell(float(figure))
+        [number] = re.findall(pattern, floats()[table.label])
+        theirs[column] = Cell(float(number))
     assert table.rows[0].cells == theirs

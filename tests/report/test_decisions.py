@@ -1,4 +1,4 @@
-"""The report on decisions: policies chosen on the right third of the validation data, shown on the test data."""
+"""The report on decisions: policies chosen on the right third of the validation data, evaluated on the test data."""
 
 import json
 from pathlib import Path
@@ -15,7 +15,7 @@ from afield.decide.policies import policy
 from afield.experiment import run_folder
 from afield.model.calibration import cut_in_two
 from afield.prediction.prediction import Prediction
-from afield.report.decisions import DELTA, RISKS, decided, picture_of, table_of
+from afield.report.decisions import DELTA, RISKS, decision_table, draw_decisions, evaluate_policies
 from afield.report.groups import Group
 from afield.report.page import report
 
@@ -59,7 +59,7 @@ def test_it_chooses_on_what_calibration_did_not_choose_by():
 
 
 def test_outcomes_are_those_of_the_policy(tmp_path):
-    found = decided(write(tmp_path, "dnn", 0, 6.0))
+    found = evaluate_policies(write(tmp_path, "dnn", 0, 6.0))
     (val, y), (test, target) = drawn(3000, 100, 6.0), drawn(2000, 0, 6.0)
     rows = cut_in_two(3000)[1]
     assert found.num_chosen == 1000
@@ -69,11 +69,11 @@ def test_outcomes_are_those_of_the_policy(tmp_path):
     assert int((~found.right).sum()) == int((test.labels != target).sum())
 
 
-def test_the_table_means_over_runs_and_counts_broken_promises(tmp_path):
+def test_the_table_averages_over_runs_and_counts_broken_promises(tmp_path):
     made = [write(tmp_path, "dnn", seed, 6.0) for seed in range(3)]
     group = Group("dnn", tuple(made))
-    several = {"dnn": [decided(run) for run in made]}
-    table = table_of([group], several)
+    several = {"dnn": [evaluate_policies(run) for run in made]}
+    table = decision_table([group], several)
     outcomes = [each.outcomes[0.05] for each in several["dnn"]]
     cell = table.rows[0].cells["answered/0.05"]
     assert cell.mean == pytest.approx(100 * sum(o.coverage for o in outcomes) / 3)
@@ -87,28 +87,28 @@ def test_the_table_means_over_runs_and_counts_broken_promises(tmp_path):
 def test_what_cannot_be_promised_is_referred(tmp_path):
     """A hundred validation examples: 5% may be within reach, 1% is not."""
     good, bad = write(tmp_path, "sngp", 0, 1000.0, n=300), write(tmp_path, "dnn", 0, 0.5, n=300)
-    several = {"sngp": [decided(good)], "dnn": [decided(bad)]}
+    several = {"sngp": [evaluate_policies(good)], "dnn": [evaluate_policies(bad)]}
     assert several["sngp"][0].outcomes[0.01] is None
-    table = table_of([Group(name, (run,)) for name, run in (("sngp", good), ("dnn", bad))], several)
+    table = decision_table([Group(name, (run,)) for name, run in (("sngp", good), ("dnn", bad))], several)
     assert [column.name for column in table.columns] == ["answered/0.05", "wrong/0.05"]
     assert table.rows[1].cells["answered/0.05"].mean == 0
     assert "wrong/0.05" not in table.rows[1].cells
-    assert table_of([Group("dnn", (bad,))], {"dnn": several["dnn"]}) is None
+    assert decision_table([Group("dnn", (bad,))], {"dnn": several["dnn"]}) is None
 
 
 def test_runs_without_labelled_validation_data_have_no_decisions(tmp_path):
     without = write(tmp_path, "dnn", 0, 6.0, val=False)
     with_val = write(tmp_path, "sngp", 0, 6.0)
-    assert decided(without) is None
+    assert evaluate_policies(without) is None
     groups = [Group("dnn", (without,)), Group("sngp", (with_val,))]
-    assert picture_of("t", groups, {"dnn": [], "sngp": [decided(with_val)]}) is None
+    assert draw_decisions("t", groups, {"dnn": [], "sngp": [evaluate_policies(with_val)]}) is None
     (without.folder / run_folder.PREDICTIONS).unlink()
-    assert decided(run_folder.read(without.folder)) is None
+    assert evaluate_policies(run_folder.read(without.folder)) is None
 
 
 def test_a_task_without_errors_has_no_curve(tmp_path):
     run = write(tmp_path, "dnn", 0, 1e5)
-    assert picture_of("t", [Group("dnn", (run,))], {"dnn": [decided(run)]}) is None
+    assert draw_decisions("t", [Group("dnn", (run,))], {"dnn": [evaluate_policies(run)]}) is None
 
 
 def test_the_page_has_the_table_and_the_marked_curve(tmp_path):
@@ -119,7 +119,7 @@ def test_the_page_has_the_table_and_the_marked_curve(tmp_path):
     assert 'id="t-decisions"' in text
     assert 'href="#t-decisions"' in text
     assert text.count('id="t-risk"') == 1
-    found = decided(run_folder.read(tmp_path / "t" / "sngp" / "0")).outcomes[0.05]
+    found = evaluate_policies(run_folder.read(tmp_path / "t" / "sngp" / "0")).outcomes[0.05]
     assert f"sngp answers {100 * found.coverage:.1f}% for at most 5% wrong" in text
     rows = json.loads((page.parent / "report.json").read_text())["tasks"]["t"]["tables"]["decisions"]["rows"]
     assert rows["sngp"]["answered/0.05"]["mean"] == pytest.approx(100 * found.coverage)

@@ -1,4 +1,4 @@
-"""The report as a reader gets it: one file that needs nothing else and tells what the run folders hold."""
+"""The report as a reader gets it: one file that needs nothing else and shows what the run folders hold."""
 
 import base64
 import json
@@ -21,12 +21,12 @@ from afield.experiment.one_run import run
 from afield.prediction.metrics import auroc, ece, interval_coverage
 from afield.prediction.prediction import Prediction
 from afield.prediction.predictive import to_probs
-from afield.report.claims import about_far
-from afield.report.curves import in_bins, roc_curve
+from afield.report.claims import claims_far_from_data
+from afield.report.curves import reliability_bins, roc_curve
 from afield.report.groups import Group
-from afield.report.line import held
+from afield.report.line import interval_coverages
 from afield.report.page import record, report
-from afield.report.plots import lattice
+from afield.report.plots import find_lattice
 
 VOID = {"meta", "img", "br", "hr", "link", "input"}
 NASTY_TASK, NASTY_METHOD = "<b>&task_1 $x$", 'm<script>"|$_%$'
@@ -232,7 +232,7 @@ def test_it_is_written_where_asked(root: Path, tmp_path: Path):
     assert f"--out &#39;{tmp_path / 'a b'}&#39;" in (tmp_path / "a b" / "index.html").read_text(encoding="utf-8")
 
 
-# What it tells
+# What it shows
 
 
 def test_numbers_are_the_means_of_the_runs_and_marks_are_right(parsed: Page):
@@ -314,10 +314,10 @@ def far(method: str, confidence: float, area: float, spearman: float) -> Group:
     return Group(method, (run_folder.Run(Path("x"), config, metrics, {}, {}),))
 
 
-def test_claims_follow_the_figures():
-    for one, other in (("dnn", "sngp"), ("sngp", "dnn")):  # whoever has the figures gets the sentence
+def test_claims_follow_the_metrics():
+    for one, other in (("dnn", "sngp"), ("sngp", "dnn")):  # whoever has the metrics gets the sentence
         groups = [far(one, 0.99, 0.3, -0.2), far(other, 0.6, 0.99, 0.8)]
-        said = [" ".join(map(str, claim)) for claim in about_far(groups, 2)]
+        said = [" ".join(map(str, claim)) for claim in claims_far_from_data(groups, 2)]
         assert said[0].startswith("Unsure far away (mean confidence below 0.75")
         assert f"certainty): {other} (0.60). Sure far away: {one} (0.99)." in said[0]
         assert f"or more): {other} (0.80). It does not, or falls: {one} (-0.20)." in said[1]
@@ -325,7 +325,7 @@ def test_claims_follow_the_figures():
 
 
 def test_the_limit_of_confidence_lies_between_a_guess_and_certainty():
-    said = str(about_far([far("dnn", 0.5, 0.5, 0.5)], 5)[0][0])
+    said = str(claims_far_from_data([far("dnn", 0.5, 0.5, 0.5)], 5)[0][0])
     assert "below 0.6" in said
 
 
@@ -363,7 +363,7 @@ def test_without_predictions_there_are_tables_and_a_note(tmp_path: Path):
     assert Page(text).row("dnn")[2]["v"] == "50.00"
 
 
-# The pictures' figures
+# The numbers in the pictures
 
 
 floats = st.floats(-3, 3, width=32)
@@ -383,7 +383,7 @@ def test_area_under_the_drawn_curve_is_the_auroc(inside: np.ndarray, outside: np
 def test_drawn_bins_make_the_ece(logits: np.ndarray, random):
     prediction = Prediction(torch.from_numpy(logits), None, to_probs(torch.from_numpy(logits)))
     y = torch.tensor([random.randrange(3) for _ in logits])
-    count, accuracy, mean = in_bins(prediction.confidence.double(), (prediction.labels == y).double())
+    count, accuracy, mean = reliability_bins(prediction.confidence.double(), (prediction.labels == y).double())
     assert int(count.sum()) == len(logits)
     assert float((count * (accuracy - mean).abs()).sum()) / len(logits) == pytest.approx(ece(prediction, y), abs=1e-6)
 
@@ -393,16 +393,16 @@ def test_drawn_intervals_are_the_interval_coverage(generator: torch.Generator):
     prediction = Prediction(torch.zeros(500, 1), torch.full((500,), 0.3), noise=0.2, likelihood="gaussian")
     levels = torch.tensor([0.1, 0.5, 0.95], dtype=torch.float64)
     expected = [interval_coverage(prediction, y, level=float(level)) for level in levels]
-    assert held(prediction, y, levels).tolist() == pytest.approx(expected)
+    assert interval_coverages(prediction, y, levels).tolist() == pytest.approx(expected)
 
 
 def test_a_lattice_is_an_image_whatever_its_order(generator: torch.Generator):
     x = torch.stack(torch.meshgrid(torch.arange(5.0), torch.arange(3.0), indexing="xy"), dim=-1).flatten(0, 1)
     shuffled = x[torch.randperm(len(x), generator=generator)]
-    found = lattice(shuffled)
+    found = find_lattice(shuffled)
     assert found is not None
     order, rows, columns = found
     assert (rows, columns) == (3, 5)
     assert torch.equal(shuffled[order].reshape(3, 5, 2), x.reshape(3, 5, 2))
-    assert lattice(torch.randn(9, 2, generator=generator)) is None
-    assert lattice(torch.arange(4.0)[:, None]) is None
+    assert find_lattice(torch.randn(9, 2, generator=generator)) is None
+    assert find_lattice(torch.arange(4.0)[:, None]) is None

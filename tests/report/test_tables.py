@@ -1,4 +1,4 @@
-"""Tables of a report: rows, marks, the paper's figures, Markdown and LaTeX."""
+"""Tables of a report: rows, marks, the paper's numbers, Markdown and LaTeX."""
 
 import math
 import re
@@ -11,10 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from afield.experiment import paper
+from afield.experiment.metric_name import MetricName
 from afield.experiment.run_folder import Run
-from afield.report.columns import column, ood_sets, score_tables, split
-from afield.report.groups import Group, grouped, place
-from afield.report.tables import Column, best, from_paper, make, show
+from afield.report import columns
+from afield.report.columns import ood_sets, score_tables
+from afield.report.groups import Group, Place, group_runs
+from afield.report.tables import Column, best, format_from_paper, format_number, make_table
 from afield.report.typeset import escape_latex, escape_markdown, latex, markdown
 
 NASTY = "a_b & 100% $x$ #1 {y} ~z ^w \\v <b>|*"
@@ -24,6 +26,10 @@ up, down = (Column("x", "X", "x", goal) for goal in (math.inf, -math.inf))
 def a_run(method: str = "dnn", seed: int = 0, metrics: dict[str, float] | None = None, **config: object) -> Run:
     settings = {"task": "t", "method": method, "seed": seed, **config}
     return Run(Path(method, str(seed), str(config)), settings, metrics or {}, {}, {})
+
+
+def column(name: str) -> Column:
+    return columns.column(MetricName.parse(name))
 
 
 # Rows
@@ -44,28 +50,28 @@ def a_run(method: str = "dnn", seed: int = 0, metrics: dict[str, float] | None =
     ],
 )
 def test_a_method_has_its_place(method: str, family: str, base: str):
-    assert (place(method).family, place(method).base) == (family, base)
+    assert (Place.of(method).family, Place.of(method).base) == (family, base)
 
 
 def test_rows_go_from_dense_to_distance_aware_then_dropout_ensembles_gps():
     wanted = ["dnn", "isomax-plus", "dnn-sn", "duq-gp", "dnn-gp", "sngp", "unknown", "sngp-augmix", "mc-dropout"]
     wanted += ["sngp-dropout", "deep-ensemble", "sngp-ensemble", "gp-exact", "gp-hmc"]
-    tasks, notes = grouped(a_run(method) for method in sorted(wanted))
+    tasks, notes = group_runs(a_run(method) for method in sorted(wanted))
     assert [group.name for group in tasks["t"]] == wanted
     assert notes == []
 
 
 def test_seeds_share_a_row_settings_do_not():
     runs = [a_run(seed=s, data_seed=d, bound=b) for s in (0, 1) for d in (0, 1) for b in (6.0, 0.95)]
-    groups = grouped(runs)[0]["t"]
+    groups = group_runs(runs)[0]["t"]
     assert [group.name for group in groups] == ["dnn (bound=0.95)", "dnn (bound=6.0)"]
     assert [len(group.runs) for group in groups] == [4, 4]
     seeds = [(run.config["data_seed"], run.seed) for run in groups[0].runs]
     assert seeds == [(0, 0), (0, 1), (1, 0), (1, 1)]
 
 
-def test_the_same_run_counts_once_and_is_told():
-    tasks, notes = grouped([a_run(seed=3), a_run(seed=3)])
+def test_the_same_run_counts_once_and_has_a_note():
+    tasks, notes = group_runs([a_run(seed=3), a_run(seed=3)])
     assert len(tasks["t"][0].runs) == 1
     assert "the same run as" in notes[0]
 
@@ -75,18 +81,18 @@ def test_the_same_run_counts_once_and_is_told():
 
 @given(st.lists(st.floats(-10, 10), min_size=2, max_size=8), st.integers(1, 100))
 def test_a_cell_is_mean_and_standard_deviation(values: list[float], factor: int):
-    table = make("t", "T", {"a": {"x": values}}, [Column("x", "X", "x", factor=float(factor))])
+    table = make_table("t", "T", {"a": {"x": values}}, [Column("x", "X", "x", factor=float(factor))])
     cell = table.rows[0].cells["x"]
     assert cell.mean == pytest.approx(factor * sum(values) / len(values), abs=1e-9)
-    assert cell.spread == pytest.approx(factor * statistics.stdev(values), abs=1e-9)
+    assert cell.std == pytest.approx(factor * statistics.stdev(values), abs=1e-9)
     assert cell.count == len(values)
-    assert cell.text == show(cell.mean, cell.decimals)
+    assert cell.text == format_number(cell.mean, cell.decimals)
 
 
 @given(st.lists(st.floats(-2, 2), min_size=2, max_size=9), st.sampled_from([math.inf, -math.inf, 0.95]))
 def test_marked_cells_are_the_best_of_those_printed(values: list[float], goal: float):
-    figures = {f"m{i}": {"x": [value]} for i, value in enumerate(values)}
-    rows = make("t", "T", figures, [Column("x", "X", "x", goal)]).rows
+    by_row = {f"m{i}": {"x": [value]} for i, value in enumerate(values)}
+    rows = make_table("t", "T", by_row, [Column("x", "X", "x", goal)]).rows
 
     def worse(text: str) -> Decimal:
         printed = Decimal(text)
@@ -97,9 +103,9 @@ def test_marked_cells_are_the_best_of_those_printed(values: list[float], goal: f
 
 
 def test_ties_within_rounding_are_ties():
-    table = make("t", "T", {"a": {"x": [0.90001]}, "b": {"x": [0.90049]}, "c": {"x": [0.9006]}}, [up])
+    table = make_table("t", "T", {"a": {"x": [0.90001]}, "b": {"x": [0.90049]}, "c": {"x": [0.9006]}}, [up])
     assert [row.name for row in table.best("x")] == ["c"]
-    table = make("t", "T", {"a": {"x": [0.90001]}, "b": {"x": [0.90049]}, "c": {"x": [0.8]}}, [up])
+    table = make_table("t", "T", {"a": {"x": [0.90001]}, "b": {"x": [0.90049]}, "c": {"x": [0.8]}}, [up])
     assert [row.name for row in table.best("x")] == ["a", "b"]
 
 
@@ -109,8 +115,8 @@ def test_nothing_is_best_alone_or_without_a_goal():
     assert best({"a": 1.0, "b": math.inf}, -math.inf) == {"a"}
 
 
-def test_columns_and_rows_without_figures_are_left_out():
-    table = make("t", "T", {"a": {"x": [1.0]}, "b": {}}, [up, Column("z", "Z", "z")])
+def test_columns_and_rows_without_values_are_left_out():
+    table = make_table("t", "T", {"a": {"x": [1.0]}, "b": {}}, [up, Column("z", "Z", "z")])
     assert [c.name for c in table.columns] == ["x"]
     assert [row.name for row in table.rows] == ["a"]
 
@@ -126,7 +132,7 @@ def test_columns_and_rows_without_figures_are_left_out():
     ],
 )
 def test_numbers_are_printed_plainly(value: float, decimals: int, text: str):
-    assert show(value, decimals) == text
+    assert format_number(value, decimals) == text
 
 
 def test_goals_are_in_printed_units():
@@ -136,21 +142,7 @@ def test_goals_are_in_printed_units():
     assert column("confidence/far").goal == column("ece/clean").goal == -math.inf
 
 
-# Names
-
-
-@pytest.mark.parametrize(
-    ("name", "parts"),
-    [
-        ("auroc/far", ("auroc", "far", "")),
-        ("auroc/far/knn", ("auroc", "far", "knn")),
-        ("auroc/a/b", ("auroc", "a/b", "")),
-        ("auroc/a/b/energy", ("auroc", "a/b", "energy")),
-        ("auroc/energy", ("auroc", "energy", "")),
-    ],
-)
-def test_a_metric_is_split_into_set_and_score(name: str, parts: tuple[str, str, str]):
-    assert split(name) == parts
+# Scores
 
 
 def test_scores_have_a_table_for_each_ood_set():
@@ -184,24 +176,28 @@ def cells_of_the_paper() -> list[tuple[str, str, str, paper.Cell]]:
     return [(*key, cell) for key, cell in found.items()]
 
 
-def test_every_figure_of_the_paper_is_found_and_keeps_its_value():
+def test_every_number_of_the_paper_is_found_and_keeps_its_value():
     cells = cells_of_the_paper()
     assert len(cells) > 300
     for task, method, name, cell in cells:
         ours = column(name if "/" in name else f"{name}/clean")
-        mean, _, spread = from_paper(task, method, ours).partition(" ±")
+        mean, _, plus_minus = format_from_paper(task, method, ours).partition(" ±")
         assert float(mean) == pytest.approx(cell.mean * ours.factor, abs=1e-9), (task, method, name)
-        assert float(spread) == pytest.approx((cell.spread or 0.0) * ours.factor, abs=1e-9), (task, method, name)
+        assert float(plus_minus) == pytest.approx((cell.plus_minus or 0.0) * ours.factor, abs=1e-9), (
+            task,
+            method,
+            name,
+        )
 
 
-def test_no_figure_of_the_paper_for_other_tasks_methods_columns():
-    assert from_paper("cifar10", "sngp", column("auroc/svhn")) == "0.960 ±0.004"
+def test_no_number_of_the_paper_for_other_tasks_methods_columns():
+    assert format_from_paper("cifar10", "sngp", column("auroc/svhn")) == "0.960 ±0.004"
     for task, method, name in (
         ("digits", "sngp", "auroc/svhn"),
         ("cifar10", "x", "auroc/svhn"),
         ("cifar10", "sngp", "y"),
     ):
-        assert from_paper(task, method, column(name)) == ""
+        assert format_from_paper(task, method, column(name)) == ""
 
 
 # Markdown and LaTeX
@@ -209,14 +205,14 @@ def test_no_figure_of_the_paper_for_other_tasks_methods_columns():
 
 @pytest.fixture
 def table():
-    figures = {NASTY: {"a/b": [0.5, 0.7], "c": [1.0]}, "other": {"a/b": [0.1]}}
+    values = {NASTY: {"a/b": [0.5, 0.7], "c": [1.0]}, "other": {"a/b": [0.1]}}
     columns = [
         Column("a/b", "A_%", "b&", math.inf),
         Column("c", "A_%", "c", -math.inf),
         Column("a/b", "other", "", 0.95),
     ]
-    return make(
-        "t", "Title_1", figures, columns[:2], printed=lambda row, c: ".3 ±.1" if row == "other" else "", note="50%"
+    return make_table(
+        "t", "Title_1", values, columns[:2], printed=lambda row, c: ".3 ±.1" if row == "other" else "", note="50%"
     )
 
 
@@ -251,7 +247,7 @@ def test_no_special_character_survives_latex(text: str):
     assert not set(bare) & set("\\&%$#_{}~^<>")
 
 
-def test_arrows_tell_the_goal():
+def test_arrows_show_the_goal():
     assert (up.arrow, down.arrow, Column("x", "X", "x", 0.95).arrow, Column("x", "X", "x").arrow) == (
         "↑",
         "↓",

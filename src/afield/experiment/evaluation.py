@@ -1,4 +1,4 @@
-"""All figures of one model on one task, named as the columns of `paper` are.
+"""All metrics of one model on one task. Names are as in `metric_name`; these are the columns of the paper, and more.
 
 accuracy/clean                  a metric on the test set; /val on validation data; /NAME the mean over the shifted
                                 sets NAME or NAME/..., as accuracy/corrupted
@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from afield.experiment.metric_name import MetricName
 from afield.model.diagnose import distance_correlation
 from afield.prediction.distance_scores import FITTED, FittedScore
 from afield.prediction.metrics import METRICS, OOD_METRICS, REGRESSION_METRICS
@@ -28,44 +29,48 @@ from afield.prediction.scores import SCORES
 from afield.tasks import Task
 
 ALPHA = 0.05
-Predict = Callable[[Any], Prediction]
 
 
 def evaluate(
     task: Task, predictions: Mapping[str, Prediction], fitted: Mapping[str, FittedScore] | None = None
 ) -> dict[str, float]:
-    """The figures of predictions by part: val, test, shifted/NAME, ood/NAME; of val alone, if that is all there is."""
-    figures = evaluate_targets(predictions["val"], targets(task.val), "val", task.scale)
+    """Return the metrics of predictions by part: val, test, shifted/NAME, ood/NAME. Predictions of val alone will do.
+
+    A metric without a finite value is left out: constant scores have no rank correlation.
+    """
+    metrics = evaluate_targets(predictions["val"], targets(task.val), "val", task.scale)
     if "test" in predictions:
-        figures |= _on_test(task, predictions, fitted or {})
-    return {name: value for name, value in figures.items() if math.isfinite(value)}  # no rank without a spread
+        metrics |= _evaluate_test(task, predictions, fitted or {})
+    return {name: value for name, value in metrics.items() if math.isfinite(value)}
 
 
-def _on_test(task: Task, predictions: Mapping[str, Prediction], fitted: Mapping[str, FittedScore]) -> dict[str, float]:
-    """The figures of all parts but val."""
-    figures = evaluate_targets(predictions["test"], targets(task.test), "clean", task.scale)
+def _evaluate_test(
+    task: Task, predictions: Mapping[str, Prediction], fitted: Mapping[str, FittedScore]
+) -> dict[str, float]:
+    """The metrics of all parts but val."""
+    metrics = evaluate_targets(predictions["test"], targets(task.test), "clean", task.scale)
     groups: dict[str, list[dict[str, float]]] = defaultdict(list)
     for name, data in task.shifted.items():
         group = name.split("/")[0]
         groups[group].append(evaluate_targets(predictions[f"shifted/{name}"], targets(data), group, task.scale))
     for sets in groups.values():
-        figures |= {name: fmean(each[name] for each in sets) for name in sets[0]}
+        metrics |= {name: fmean(each[name] for each in sets) for name in sets[0]}
     for name in task.ood:
-        figures |= evaluate_ood(predictions["test"], predictions[f"ood/{name}"], name, fitted)
+        metrics |= evaluate_ood(predictions["test"], predictions[f"ood/{name}"], name, fitted)
     if task.grid is not None and task.ood:
-        figures["spearman/distance"] = _follows_distance(task, predictions)
-    return figures
+        metrics[str(MetricName("spearman", "distance"))] = _distance_correlation(task, predictions)
+    return metrics
 
 
 def evaluate_targets(prediction: Prediction, target: Tensor, part: str, scale: float = 1.0) -> dict[str, float]:
     """Every metric of the task's kind on one labelled part; real targets count in units of 1 / scale."""
     if prediction.likelihood == "gaussian" and scale != 1:
-        prediction, target = _in_units(prediction, scale), target.double() * scale
+        prediction, target = _rescale(prediction, scale), target.double() * scale
     metrics = REGRESSION_METRICS if prediction.likelihood == "gaussian" else METRICS
-    return {f"{name}/{part}": metric(prediction, target) for name, metric in metrics.items()}
+    return {str(MetricName(name, part)): metric(prediction, target) for name, metric in metrics.items()}
 
 
-def _in_units(prediction: Prediction, scale: float) -> Prediction:
+def _rescale(prediction: Prediction, scale: float) -> Prediction:
     """What a prediction of y / scale says of y; the shift of a standardisation cancels out of every metric."""
     variance = None if prediction.variance is None else prediction.variance.double() * scale**2
     noise = None if prediction.noise is None else prediction.noise * scale**2
@@ -73,43 +78,42 @@ def _in_units(prediction: Prediction, scale: float) -> Prediction:
 
 
 def evaluate_ood(
-    inside: Prediction, outside: Prediction, ood: str, fitted: Mapping[str, FittedScore]
+    in_domain: Prediction, ood: Prediction, name: str, fitted: Mapping[str, FittedScore]
 ) -> dict[str, float]:
-    """Every OOD metric of every score that these predictions have."""
-    figures: dict[str, float] = {}
-    default = "variance" if inside.probs is None else "max_probability"
-    for score, (a, b) in score_both(inside, outside, fitted).items():
-        for name, metric in OOD_METRICS.items():
-            value = metric(a, b)
-            figures[f"{name}/{ood}/{score}"] = value
+    """Every OOD metric of every score that these predictions have; `name` is that of the OOD set."""
+    metrics: dict[str, float] = {}
+    default = paper_score(in_domain)
+    for score, values in score_both(in_domain, ood, fitted).items():
+        for metric, function in OOD_METRICS.items():
+            value = function(*values)
+            metrics[str(MetricName(metric, name, score))] = value
             if score == default:
-                figures[f"{name}/{ood}"] = value
-    if outside.probs is not None:
-        figures[f"confidence/{ood}"] = float(outside.confidence.mean())
-    if outside.p_value is not None and inside.p_value is not None and (outside.smallest_p_value or 0.0) <= ALPHA:
-        figures["false_alarms/clean"] = 1 - float(inside.accept(ALPHA).double().mean())
-        figures[f"rejected/{ood}"] = 1 - float(outside.accept(ALPHA).double().mean())
-    return figures
+                metrics[str(MetricName(metric, name))] = value
+    if ood.probs is not None:
+        metrics[str(MetricName("confidence", name))] = float(ood.confidence.mean())
+    if ood.p_value is not None and in_domain.p_value is not None and (ood.smallest_p_value or 0.0) <= ALPHA:
+        metrics[str(MetricName("false_alarms", "clean"))] = _rejected(in_domain)
+        metrics[str(MetricName("rejected", name))] = _rejected(ood)
+    return metrics
 
 
 def score_both(
-    inside: Prediction, outside: Prediction, fitted: Mapping[str, FittedScore]
+    in_domain: Prediction, ood: Prediction, fitted: Mapping[str, FittedScore]
 ) -> dict[str, tuple[Tensor, Tensor]]:
-    """In-domain and OOD scores by name; a score is left out where the predictions lack what it reads."""
-    if inside.likelihood == "gaussian":
-        return {"variance": (SCORES["variance"](inside), SCORES["variance"](outside))}
-    scores: dict[str, Callable[[Prediction], Tensor]] = dict(SCORES)
-    scores |= {name: score.score for name, score in fitted.items()}
-    found = {}
-    for name, score in scores.items():
-        try:
-            found[name] = (score(inside), score(outside))
-        except ValueError:  # the score says which field is missing
-            continue
-    return found
+    """In-domain and OOD scores by name, of all scores that apply to both; of real targets, the variance alone."""
+    if in_domain.likelihood == "gaussian":
+        return {"variance": (SCORES["variance"](in_domain), SCORES["variance"](ood))}
+    both = (in_domain, ood)
+    scores = {n: (s(in_domain), s(ood)) for n, s in SCORES.items() if all(map(s.applies, both))}
+    return scores | {n: (s.score(in_domain), s.score(ood)) for n, s in fitted.items() if all(map(s.applies, both))}
 
 
-def fit_scores(predict: Predict, train: Iterable[Any], num_classes: int) -> dict[str, FittedScore]:
+def paper_score(prediction: Prediction) -> str:
+    """The name of the score by which the paper tells in-domain from OOD inputs; the variance for real targets."""
+    return "variance" if prediction.probs is None else "max_probability"
+
+
+def fit_scores(predict: Callable[[Any], Prediction], train: Iterable[Any], num_classes: int) -> dict[str, FittedScore]:
     """The scores of `afield.distance_scores`, fitted to hidden vectors of training data; none where there are none."""
     scores: dict[str, FittedScore] = {}
     for x, y in train:
@@ -130,9 +134,15 @@ def targets(data: Any) -> Tensor:
     return torch.as_tensor(data.targets if hasattr(data, "targets") else [y for _, y in data])
 
 
-def _follows_distance(task: Task, predictions: Mapping[str, Prediction]) -> float:
+def _rejected(prediction: Prediction) -> float:
+    """The part of the examples that p-values reject."""
+    return 1 - float(prediction.accept(ALPHA).double().mean())
+
+
+def _distance_correlation(task: Task, predictions: Mapping[str, Prediction]) -> float:
+    """How well the uncertainty of test and OOD inputs follows their distance to the training data."""
     parts = {"test": task.test, **{f"ood/{name}": data for name, data in task.ood.items()}}
-    score = "variance" if predictions["test"].probs is None else "max_probability"
+    score = paper_score(predictions["test"])
     uncertainty = torch.cat([predictions[part].score(score) for part in parts])
     x = torch.cat([data.tensors[0] for data in parts.values()])
     return distance_correlation(uncertainty, x, task.train.tensors[0])

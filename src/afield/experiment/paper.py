@@ -7,24 +7,26 @@
     <task>-scores-<ood>                     tab:cifar-ood: one table for each pair of data sets
     default-settings, <task>-settings       tb:hyper_param_default, tb:hyper_param
 
-The source's one other table, tab:methods, has no figures and is left out. The blocks below print figures as the paper
-does, accuracies in percent. **A `Cell` holds fractions**: accuracies, with their spread, are divided by 100, as in our
-metrics. A column is `metric/data set/score`, with the later parts left out where there is nothing to tell apart;
-`auroc/<ood>` without a score is by max_probability. The paper never says what follows its plus-minus signs: some
-spread over seeds, ten of them where a caption gives the number.
+The source's one other table, tab:methods, has no numbers and is left out. The blocks below print numbers as the paper
+does, accuracies in percent. **A `Cell` holds fractions**: accuracies, with what follows their plus-minus sign, are
+divided by 100, as in our metrics. A column is named by a `MetricName`, with the later parts left out where there is
+nothing to tell apart; `auroc/<ood>` without a score is by max_probability. The paper never says what follows its
+plus-minus signs: some measure of the differences between seeds, ten of them where a caption gives the number.
 """
 
 from dataclasses import dataclass
 
+from afield.experiment.metric_name import MetricName
+from afield.prediction.metrics import HIGHER_IS_BETTER
 from afield.registry import Registry
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One figure. `spread` is None where the paper prints none."""
+    """One number of the paper, and the one after its plus-minus sign; None where the paper prints none."""
 
     mean: float
-    spread: float | None = None
+    plus_minus: float | None = None
 
 
 @dataclass(frozen=True)
@@ -56,11 +58,9 @@ class Table:
     note: str = ""
 
     def cell(self, method: str, column: str) -> Cell | None:
-        """The paper's figure, or None where it has no such method or column."""
+        """The paper's number, or None where it has no such method or column."""
         return next((row.cells.get(column) for row in self.rows if row.method == method), None)
 
-
-HIGHER_IS_BETTER = {"accuracy": True, "ece": False, "nll": False, "auroc": True, "aupr": True}
 
 METHOD_OF = {  # the paper's name, as printed -> ours
     "DNN": "dnn",
@@ -90,21 +90,21 @@ METHOD_OF = {  # the paper's name, as printed -> ours
 
 
 def _table(label: str, title: str, task: str | None, columns: str, body: str, note: str = "") -> Table:
-    """A table from its block of text: one line a method, its name in the paper, a bar, one figure a column."""
+    """Read a table from its block of text: one line a method, its name in the paper, a bar, one number a column."""
     names = columns.split()
     rows = []
     for line in body.strip().splitlines():
-        paper_name, figures = (part.strip() for part in line.split("|"))
-        cells = {name: _cell(name, figure) for name, figure in zip(names, figures.split(), strict=True)}
+        paper_name, numbers = (part.strip() for part in line.split("|"))
+        cells = {name: _cell(name, number) for name, number in zip(names, numbers.split(), strict=True)}
         rows.append(Row(METHOD_OF[paper_name], paper_name, cells))
-    kinds = tuple(Column(name, HIGHER_IS_BETTER.get(name.split("/")[0])) for name in names)
+    kinds = tuple(Column(name, HIGHER_IS_BETTER.get(MetricName.parse(name).metric)) for name in names)
     return Table(label, title, task, kinds, tuple(rows), note)
 
 
-def _cell(column: str, figure: str) -> Cell:
-    unit = 100 if column.startswith("accuracy") else 1
-    mean, *spread = (round(float(part) / unit, 6) for part in figure.split("±"))
-    return Cell(mean, *spread)
+def _cell(column: str, printed: str) -> Cell:
+    unit = 100 if MetricName.parse(column).metric == "accuracy" else 1
+    mean, *plus_minus = (round(float(part) / unit, 6) for part in printed.split("±"))
+    return Cell(mean, *plus_minus)
 
 
 TABLES: Registry[Table] = Registry("table of the paper")

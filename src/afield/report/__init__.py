@@ -2,9 +2,10 @@
 `record(folder, out)` its tables alone.
 
 groups    runs -> rows                      tables, columns    what a table is, which ones a task gets
-claims    figures -> sentences              typeset            tables in Markdown and LaTeX
+claims    metrics -> sentences              typeset            tables in Markdown and LaTeX
 plots     what all pictures share           plane, line, curves, hidden    the pictures
-sections  what is told of one task          page               the page and the files beside it
+sections  all about one task                decisions          what policies do with the test data
+page      the page and the files beside it
 """
 
 from afield.report.page import record, report

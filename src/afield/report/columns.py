@@ -8,14 +8,14 @@ import torch
 
 from afield.experiment import paper, run_folder
 from afield.experiment.evaluation import ALPHA
+from afield.experiment.metric_name import MetricName
 from afield.experiment.run_folder import Run
-from afield.prediction.distance_scores import FITTED
 from afield.prediction.metrics import HIGHER_IS_BETTER
-from afield.prediction.scores import SCORES
 from afield.report.groups import Group
-from afield.report.tables import Column, Figures, Table, from_paper, in_paper, make
+from afield.report.tables import Column, Table, Values, find_in_paper, format_from_paper, make_table
 
 REFERENCE = "gp-exact"
+SPEARMAN = MetricName("spearman", "distance")
 _LABELLED = ("accuracy", "ece", "rmse", "nll", "crps", "interval_coverage")
 _GOALS = {"interval_coverage": 0.95, "false_alarms": ALPHA, "rejected": math.inf, "spearman": math.inf}
 _GOALS["confidence"] = -math.inf
@@ -29,24 +29,25 @@ _WORDS |= {"aupr_in": "AUPR, in-domain positive", "fpr95": "FPR at 95%"}
 _WORDS |= {"spearman": "Spearman", "rejected": "rejected, %", "false_alarms": "false alarms, %"}
 
 
-def word(name: str) -> str:
+def display_name(name: str) -> str:
     """A metric or score as it is written in headings."""
     return _WORDS.get(name, name.replace("_", " "))
 
 
 def goal(metric: str) -> float | None:
+    """The best value of a metric, infinite where more or less is always better; None where nothing is."""
     if metric in _GOALS:
         return _GOALS[metric]
     higher = HIGHER_IS_BETTER.get(metric)
     return None if higher is None else math.inf if higher else -math.inf
 
 
-def column(name: str, above: str = "", title: str = "") -> Column:
-    """The column of a metric `metric/data set/score`."""
-    metric, _, part = name.partition("/")
+def column(name: MetricName, above: str = "", title: str = "") -> Column:
+    """The column of a metric."""
+    metric = name.metric
     best, factor = goal(metric), 100.0 if metric in _PERCENT else 1.0
     best = None if best is None else best * factor
-    return Column(name, above or word(metric), title or part, best, _PERCENT.get(metric), factor)
+    return Column(str(name), above or display_name(metric), title or name.qualifier, best, _PERCENT.get(metric), factor)
 
 
 COST = (
@@ -56,93 +57,88 @@ COST = (
 )
 
 
-def metrics_of(groups: Sequence[Group]) -> list[str]:
+def metrics_of(groups: Sequence[Group]) -> list[MetricName]:
     """All metrics in the order in which they were written."""
-    return list(dict.fromkeys(name for group in groups for run in group.runs for name in run.metrics))
-
-
-def split(name: str) -> tuple[str, str, str]:
-    """(metric, OOD set, score) of a name; the score is empty where it is the usual one."""
-    metric, _, rest = name.partition("/")
-    ood, _, score = rest.rpartition("/")
-    return (metric, ood, score) if ood and (score in SCORES or score in FITTED) else (metric, rest, "")
+    names = dict.fromkeys(name for group in groups for run in group.runs for name in run.metrics)
+    return [MetricName.parse(name) for name in names]
 
 
 def ood_sets(groups: Sequence[Group]) -> list[str]:
-    parts = [split(name) for name in metrics_of(groups)]
-    return list(dict.fromkeys(ood for metric, ood, _ in parts if metric == "auroc"))
+    """The names of the OOD sets that any run was evaluated on."""
+    return list(dict.fromkeys(name.data for name in metrics_of(groups) if name.metric == "auroc"))
 
 
-def usual_score(groups: Sequence[Group]) -> str:
-    """The score of `auroc/OOD`: by the variance for real targets, else by max_probability."""
-    return "variance" if any(name.startswith("rmse/") for name in metrics_of(groups)) else "max_probability"
+def paper_score_of(groups: Sequence[Group]) -> str:
+    """The score of `auroc/OOD`, which names none. Runs on real targets are known by their RMSE."""
+    real = any(name.metric == "rmse" for name in metrics_of(groups))
+    return "variance" if real else "max_probability"
 
 
 def main_table(task: str, groups: Sequence[Group]) -> Table:
-    """The important figures, the paper's beside them, and what they cost."""
+    """The important metrics, the paper's numbers beside them, and what they cost."""
     names, oods = metrics_of(groups), ood_sets(groups)
-    columns = [column(n) for metric in _LABELLED for n in names if n.startswith(f"{metric}/") and n != f"{metric}/val"]
-    columns += [column(f"auroc/{ood}", f"AUROC, {word(usual_score(groups))}", ood) for ood in oods]
-    columns += [column(f"auroc/{ood}/dempster_shafer", "AUROC, Dempster-Shafer", ood) for ood in oods]
+    columns = [column(n) for metric in _LABELLED for n in names if n.metric == metric and n.data != "val"]
+    columns += _auroc_columns(groups)
+    columns += [column(MetricName("auroc", ood, "dempster_shafer"), "AUROC, Dempster-Shafer", ood) for ood in oods]
     printed = {c.name for table in paper.TABLES.values() if table.task == task for c in table.columns}
-    columns += [column(f"aupr/{ood}", "AUPR", ood) for ood in oods if f"aupr/{ood}" in printed]
-    if "spearman/distance" in names:
+    aupr = {ood: MetricName("aupr", ood) for ood in oods}
+    columns += [column(name, "AUPR", ood) for ood, name in aupr.items() if str(name) in printed]
+    if SPEARMAN in names:
         columns += far_columns(groups)[len(oods) :]
-    table = _of_groups("main", "Results", task, groups, [*columns, *COST])
+    table = _table_of("main", "Results", task, groups, [*columns, *COST])
     return replace(table, note=_sources(task, groups, table.columns)) if table.has_paper else table
 
 
 def _sources(task: str, groups: Sequence[Group], columns: Sequence[Column]) -> str:
-    """Which tables of the paper hold the figures beside ours, and what is to be known about them."""
-    found = [in_paper(task, group.method, column.name) for group in groups for column in columns]
+    """Which tables of the paper hold the numbers beside ours, and what is to be known about them."""
+    found = [find_in_paper(task, group.method, column.name) for group in groups for column in columns]
     tables = {table.title: table for table, _ in filter(None, found)}
     named = [f"{table.title} ({table.label})" for table in tables.values()]
     notes = dict.fromkeys(table.note for table in tables.values() if table.note)
     ours = "Ours may differ in network, data and training: see the settings of the runs."
-    return " ".join([f"The paper's figures are from {'; '.join(named)}.", ours, *notes])
+    return " ".join([f"The paper's numbers are from {'; '.join(named)}.", ours, *notes])
 
 
 def far_columns(groups: Sequence[Group]) -> list[Column]:
     """What low-dimensional tasks are about: AUROC, confidence and rank correlation far away."""
-    oods = ood_sets(groups)
-    columns = [column(f"auroc/{ood}", f"AUROC, {word(usual_score(groups))}", ood) for ood in oods]
-    columns += [column(f"confidence/{ood}", title=ood) for ood in oods]
-    return [*columns, column("spearman/distance", title="with distance")]
+    confidence = [column(MetricName("confidence", ood), title=ood) for ood in ood_sets(groups)]
+    return [*_auroc_columns(groups), *confidence, column(SPEARMAN, title="with distance")]
+
+
+def _auroc_columns(groups: Sequence[Group]) -> list[Column]:
+    above = f"AUROC, {display_name(paper_score_of(groups))}"
+    return [column(MetricName("auroc", ood), above, ood) for ood in ood_sets(groups)]
 
 
 def far_table(task: str, groups: Sequence[Group]) -> Table | None:
     """How each method behaves far from the data; None unless the task's inputs can be drawn."""
-    if "spearman/distance" not in metrics_of(groups):
+    if SPEARMAN not in metrics_of(groups):
         return None
-    return _of_groups("far", "Far from the data", task, groups, far_columns(groups))
+    return _table_of("far", "Far from the data", task, groups, far_columns(groups))
 
 
 def score_tables(task: str, groups: Sequence[Group]) -> list[Table]:
     """AUROC by every score, a table for each OOD set that more than one score was tried on."""
     tables = []
     for ood in ood_sets(groups):
-        parts = [(n, *split(n)) for n in metrics_of(groups)]
-        found = [(n, score) for n, metric, of, score in parts if metric == "auroc" and of == ood and score]
+        found = [name for name in metrics_of(groups) if (name.metric, name.data) == ("auroc", ood) and name.score]
         if len(found) > 1:
-            columns = [column(n, f"AUROC, test against {ood}", word(score)) for n, score in found]
-            tables.append(_of_groups(f"scores-{ood}", f"OOD scores: {ood}", task, groups, columns))
+            columns = [column(name, f"AUROC, test against {ood}", display_name(name.score)) for name in found]
+            tables.append(_table_of(f"scores-{ood}", f"OOD scores: {ood}", task, groups, columns))
     return tables
 
 
 def p_value_table(task: str, groups: Sequence[Group]) -> Table | None:
     """What rejecting at 5% does, for methods that have p-values."""
-    oods = ood_sets(groups)
-    columns = [column("false_alarms/clean", "rejected, %", "test (false alarms)")]
-    columns += [column(f"rejected/{ood}", "rejected, %", ood) for ood in oods]
-    table = _of_groups("p-values", f"Rejected at p ≤ {ALPHA:g}", task, groups, columns)
+    columns = [column(MetricName("false_alarms", "clean"), "rejected, %", "test (false alarms)")]
+    columns += [column(MetricName("rejected", ood), "rejected, %", ood) for ood in ood_sets(groups)]
+    table = _table_of("p-values", f"Rejected at p ≤ {ALPHA:g}", task, groups, columns)
     return table if table.rows else None
 
 
 def all_metrics(task: str, groups: Sequence[Group]) -> Table:
     """Everything that was measured."""
-    names = [*metrics_of(groups), *(c.name for c in COST)]
-    columns = [next((c for c in COST if c.name == n), column(n)) for n in names]
-    return _of_groups("all", "Every metric", task, groups, columns)
+    return _table_of("all", "Every metric", task, groups, [*map(column, metrics_of(groups)), *COST])
 
 
 def against_exact(task: str, groups: Sequence[Group]) -> Table | None:
@@ -150,18 +146,19 @@ def against_exact(task: str, groups: Sequence[Group]) -> Table | None:
     exact = {r.config.get("data_seed", 0): r for g in groups if g.method == REFERENCE for r in g.runs}
     if not exact:
         return None
-    figures: dict[str, Figures] = {}
+    values: dict[str, Values] = {}
     for group in groups:
         if group.method != REFERENCE:
             pairs = [(r, exact[s]) for r in group.runs if (s := r.config.get("data_seed", 0)) in exact]
-            gaps = [gap for run, reference in pairs if (gap := _gap(run, reference)) is not None]
-            figures[group.name] = {"mean": [mean for mean, _ in gaps], "std": [std for _, std in gaps]}
+            errors = [error for run, reference in pairs if (error := _grid_errors(run, reference)) is not None]
+            values[group.name] = {"mean": [mean for mean, _ in errors], "std": [std for _, std in errors]}
     columns = [Column(n, f"RMSE over the grid against {REFERENCE}", n, -math.inf) for n in ("mean", "std")]
-    table = make("against-exact", f"Against {REFERENCE}", figures, columns)
+    table = make_table("against-exact", f"Against {REFERENCE}", values, columns)
     return table if table.rows else None
 
 
-def _gap(run: Run, reference: Run) -> tuple[float, float] | None:
+def _grid_errors(run: Run, reference: Run) -> tuple[float, float] | None:
+    """RMSE of mean and standard deviation over a common grid; None where there is none."""
     if not all((each.folder / run_folder.PREDICTIONS).is_file() for each in (run, reference)):
         return None
     a, b = run_folder.read(run.folder), run_folder.read(reference.folder)
@@ -170,17 +167,17 @@ def _gap(run: Run, reference: Run) -> tuple[float, float] | None:
     p, q = a.prediction("grid"), b.prediction("grid")
     if p.likelihood != "gaussian" or q.likelihood != "gaussian" or p.variance is None or q.variance is None:
         return None
-    gaps = [(x.double() - y.double()).square().mean().sqrt() for x, y in ((p.mean, q.mean), (p.std, q.std))]
-    return float(gaps[0]), float(gaps[1])
+    mean, std = ((x.double() - y.double()).square().mean().sqrt() for x, y in ((p.mean, q.mean), (p.std, q.std)))
+    return float(mean), float(std)
 
 
-def _of_groups(name: str, title: str, task: str, groups: Sequence[Group], columns: Sequence[Column]) -> Table:
+def _table_of(name: str, title: str, task: str, groups: Sequence[Group], columns: Sequence[Column]) -> Table:
     methods = {group.name: group.method for group in groups}
-    return make(
+    return make_table(
         name,
         title,
-        {group.name: group.figures for group in groups},
+        {group.name: group.values for group in groups},
         columns,
         counts={group.name: len(group.runs) for group in groups},
-        printed=lambda row, column: from_paper(task, methods[row], column),
+        printed=lambda row, column: format_from_paper(task, methods[row], column),
     )

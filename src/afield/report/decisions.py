@@ -1,7 +1,7 @@
 """What a promised risk costs: how much of the test data is still answered, and how much of that goes wrong.
 
-A policy (`afield.policy`) is chosen on validation data and shown on test data. Methods that calibrate have chosen two
-numbers by two thirds of the validation data, so for all methods alike only the other third is used here: it gave
+A policy (`afield.policy`) is chosen on validation data and evaluated on test data. Methods that calibrate have chosen
+two numbers by two thirds of the validation data, so for all methods alike only the other third is used here: it gave
 p-values their reference, which these policies do not read. The promise is then exact.
 """
 
@@ -19,8 +19,8 @@ from afield.model.calibration import cut_in_two
 from afield.prediction.prediction import Prediction
 from afield.prediction.risk_coverage import risk_coverage
 from afield.report.groups import Group
-from afield.report.plots import FAINT, Picture, line_of, panels, plain, png, styled
-from afield.report.tables import Column, Table, make
+from afield.report.plots import FAINT, Picture, label_text, line_styles, make_panels, report_style, to_png
+from afield.report.tables import Column, Table, make_table
 
 RISKS = (0.05, 0.02, 0.01)
 DELTA = 0.05
@@ -28,11 +28,11 @@ _MARKERS = ("o", "s", "^")
 
 
 @dataclass(frozen=True)
-class Decided:
+class PolicyResults:
     """What policies chosen on `num_chosen` validation examples of a run do with its test data.
 
     doubt, right  of every test example (N,)
-    outcomes      by risk; None: out of reach, so that all is referred
+    outcomes      by risk; None: these examples cannot promise it, so that all is referred
     """
 
     doubt: Tensor
@@ -41,13 +41,13 @@ class Decided:
     outcomes: Mapping[float, Outcome | None]
 
 
-def decided(run: Run) -> Decided | None:
-    """For every risk of RISKS; None where the run lacks labelled predictions of classes."""
+def evaluate_policies(run: Run) -> PolicyResults | None:
+    """Choose and evaluate a policy for every risk of RISKS; None where classes, labels or predictions are missing."""
     if not (run.folder / run_folder.PREDICTIONS).is_file() or not all(f"{p}/y" in run for p in ("val", "test")):
         return None
     if not all(f"{part}/probs" in run for part in ("val", "test")):
         return None
-    (val, y), (test, target) = (_read(run, part) for part in ("val", "test"))
+    (val, y), (test, target) = (_read_part(run, part) for part in ("val", "test"))
     if len(val) < 2 or not len(test):
         return None
     rows = cut_in_two(len(val))[1]
@@ -57,19 +57,19 @@ def decided(run: Run) -> Decided | None:
             outcomes[risk] = policy(val[rows], y[rows], risk=risk, delta=DELTA).outcome(test, target)
         except ValueError:  # these examples cannot promise it
             outcomes[risk] = None
-    return Decided(test.score("max_probability"), test.labels == target, len(rows), outcomes)
+    return PolicyResults(test.score("max_probability"), test.labels == target, len(rows), outcomes)
 
 
-def table_of(groups: Sequence[Group], all_decided: Mapping[str, Sequence[Decided]]) -> Table | None:
+def decision_table(groups: Sequence[Group], results: Mapping[str, Sequence[PolicyResults]]) -> Table | None:
     """Answered and wrong on the test data, for every risk that any run could promise."""
-    figures: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
-    for name, several in all_decided.items():
+    values: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for name, several in results.items():
         for each in several:
             for risk, outcome in each.outcomes.items():
-                figures[name][f"answered/{risk:g}"].append(outcome.coverage if outcome else 0.0)
+                values[name][f"answered/{risk:g}"].append(outcome.coverage if outcome else 0.0)
                 if outcome and outcome.accepted:
-                    figures[name][f"wrong/{risk:g}"].append(outcome.risk)
-    outcomes = [(r, o) for several in all_decided.values() for d in several for r, o in d.outcomes.items() if o]
+                    values[name][f"wrong/{risk:g}"].append(outcome.risk)
+    outcomes = [(r, o) for several in results.values() for d in several for r, o in d.outcomes.items() if o]
     columns = []
     for risk in RISKS:
         if any(r == risk for r, _ in outcomes):
@@ -78,7 +78,7 @@ def table_of(groups: Sequence[Group], all_decided: Mapping[str, Sequence[Decided
             columns.append(Column(f"wrong/{risk:g}", above, "wrong of these, %", None, 2, 100.0))
     if not columns:
         return None
-    sizes = sorted({each.num_chosen for several in all_decided.values() for each in several})
+    sizes = sorted({each.num_chosen for several in results.values() for each in several})
     over = sum(outcome.risk > risk for risk, outcome in outcomes)
     note = (
         f"Chosen on {' or '.join(map(str, sizes))} validation examples, the third that calibration chooses nothing by. "
@@ -87,23 +87,24 @@ def table_of(groups: Sequence[Group], all_decided: Mapping[str, Sequence[Decided
         f"{len(outcomes)} cases."
     )
     counts = {group.name: len(group.runs) for group in groups}
-    return make("decisions", "Answer or refer", figures, columns, counts=counts, note=note)
+    return make_table("decisions", "Answer or refer", values, columns, counts=counts, note=note)
 
 
-def picture_of(task: str, groups: Sequence[Group], all_decided: Mapping[str, Sequence[Decided]]) -> Picture | None:
+def draw_decisions(
+    task: str, groups: Sequence[Group], results: Mapping[str, Sequence[PolicyResults]]
+) -> Picture | None:
     """Error rate against coverage on the test data, with the points that the policies chose; the first run of each."""
-    if not all(all_decided.values()):  # a curve without a mark would seem to have none to offer
+    if not all(results.values()):  # a curve without a mark would seem to have none to offer
         return None
-    drawn = {name: several[0] for name, several in all_decided.items()}
+    drawn = {name: several[0] for name, several in results.items()}
     if all(bool(each.right.all()) for each in drawn.values()):
         return None
-    styles = line_of(groups)
-    with styled():
-        figure, (axis,) = panels(1, width=6.8, height=3.8)
+    styles = line_styles(groups)
+    with report_style():
+        figure, (axis,) = make_panels(1, width=6.8, height=3.8)
         for name, each in drawn.items():
-            errors_first = each.right.long().argsort(stable=True)  # among ties, as in afield.metrics.aurc
-            curve = risk_coverage(each.doubt[errors_first], each.right[errors_first])
-            axis.plot(curve.coverage, 100 * curve.risk, label=plain(name), **styles[name])
+            curve = risk_coverage(each.doubt, each.right, errors_first=True)
+            axis.plot(curve.coverage, 100 * curve.risk, label=label_text(name), **styles[name])
             for marker, (_, outcome) in zip(_MARKERS, each.outcomes.items(), strict=True):
                 if outcome and outcome.accepted:
                     at = (outcome.coverage, 100 * outcome.risk)
@@ -118,7 +119,7 @@ def picture_of(task: str, groups: Sequence[Group], all_decided: Mapping[str, Seq
         )
         axis.set_ylim(bottom=0)
         axis.legend(loc="center left", bbox_to_anchor=(1.01, 0.5))
-        content = png(figure)
+        content = to_png(figure)
     points = [
         f"{name} answers {100 * outcome.coverage:.1f}% for at most {100 * risk:g}% wrong"
         for name, each in drawn.items()
@@ -135,7 +136,7 @@ def picture_of(task: str, groups: Sequence[Group], all_decided: Mapping[str, Seq
     )
 
 
-def _read(run: Run, part: str) -> tuple[Prediction, Tensor]:
-    """Probabilities alone, which stored ensembles are right about, and targets."""
+def _read_part(run: Run, part: str) -> tuple[Prediction, Tensor]:
+    """Read probabilities, from which labels follow for stored ensembles too, and targets."""
     probs = run.array(f"{part}/probs")
     return Prediction(probs.log(), probs=probs), run.array(f"{part}/y").flatten().long()

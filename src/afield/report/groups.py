@@ -31,20 +31,20 @@ class Place:
     family: str
     base: str
 
+    @classmethod
+    def of(cls, method: str) -> "Place":
+        """The place of a method, from its name: sngp-ensemble is an ensemble of sngp."""
+        name = _LONG_NAMES.get(method, method)
+        if name.startswith("gp-"):
+            return cls("gp", name)
+        words = [word for word in FAMILIES[1:4] if f"-{word}" in name]
+        for word in words:
+            name = name.replace(f"-{word}", "")
+        return cls(words[-1] if words else "single", name)
+
     @property
     def order(self) -> tuple[int, int]:
         return FAMILIES.index(self.family), BASES.index(self.base) if self.base in BASES else len(BASES)
-
-
-def place(method: str) -> Place:
-    """From the name: sngp-ensemble is an ensemble of sngp."""
-    name = _LONG_NAMES.get(method, method)
-    if name.startswith("gp-"):
-        return Place("gp", name)
-    words = [word for word in FAMILIES[1:4] if f"-{word}" in name]
-    for word in words:
-        name = name.replace(f"-{word}", "")
-    return Place(words[-1] if words else "single", name)
 
 
 @dataclass(frozen=True)
@@ -60,25 +60,25 @@ class Group:
 
     @property
     def place(self) -> Place:
-        return place(self.method)
+        return Place.of(self.method)
 
     @cached_property
-    def figures(self) -> dict[str, list[float]]:
+    def values(self) -> dict[str, list[float]]:
         """Every metric and cost by name: one value a run that has it."""
-        figures: dict[str, list[float]] = defaultdict(list)
+        values: dict[str, list[float]] = defaultdict(list)
         for run in self.runs:
             for name, value in (*run.metrics.items(), *run.cost.items()):
-                figures[name].append(float(value))
-        return dict(figures)
+                values[name].append(float(value))
+        return dict(values)
 
 
-def grouped(found: Iterable[Run]) -> tuple[dict[str, list[Group]], list[str]]:
-    """Groups by task, in the order in which a report shows them, and notes on runs that were left out."""
+def group_runs(found: Iterable[Run]) -> tuple[dict[str, list[Group]], list[str]]:
+    """Return groups by task, in the order in which a report shows them, and notes on runs that were left out."""
     notes: list[str] = []
     variants: dict[str, dict[str, dict[str, list[Run]]]] = defaultdict(lambda: defaultdict(lambda: defaultdict(list)))
     seen: dict[tuple[Any, ...], Run] = {}
     for run in found:
-        setting = str(sorted(_setting(run).items()))
+        setting = str(sorted(_settings_of(run).items()))
         key = (run.task, run.method, setting, *(run.config.get(name) for name in _SEEDS))
         if key in seen:
             notes.append(f"{run.folder} is left out: the same run as {seen[key].folder}.")
@@ -87,18 +87,20 @@ def grouped(found: Iterable[Run]) -> tuple[dict[str, list[Group]], list[str]]:
         variants[run.task][run.method][setting].append(run)
     tasks: dict[str, list[Group]] = {}
     for task, methods in variants.items():
-        groups = [group for method, settings in methods.items() for group in _named(method, list(settings.values()))]
+        groups = [
+            group for method, settings in methods.items() for group in _name_groups(method, list(settings.values()))
+        ]
         tasks[task] = sorted(groups, key=lambda group: (group.place.order, group.name))
     return tasks, notes
 
 
-def _setting(run: Run) -> dict[str, Any]:
+def _settings_of(run: Run) -> dict[str, Any]:
     return {name: value for name, value in run.config.items() if name not in _SEEDS}
 
 
-def _named(method: str, settings: Sequence[Sequence[Run]]) -> list[Group]:
+def _name_groups(method: str, settings: Sequence[Sequence[Run]]) -> list[Group]:
     """One group a setting; where there are several, they are named by what differs."""
-    configs = [_setting(members[0]) for members in settings]
+    configs = [_settings_of(members[0]) for members in settings]
     keys = sorted({key for config in configs for key in config})
     differing = [key for key in keys if len({str(config.get(key)) for config in configs}) > 1]
     groups = []
@@ -110,7 +112,7 @@ def _named(method: str, settings: Sequence[Sequence[Run]]) -> list[Group]:
 
 
 @dataclass(frozen=True)
-class Shown:
+class GroupPredictions:
     """What pictures need of a group: predictions of its first run, kept without that run's other parts."""
 
     group: Group
@@ -124,15 +126,15 @@ class Shown:
         return self.group.name
 
 
-def shown(group: Group) -> Shown | None:
-    """Read from the folder anew, so that what is not shown does not stay in memory; None without predictions."""
+def read_predictions(group: Group) -> GroupPredictions | None:
+    """Read them from the folder anew, so that no other parts stay in memory; None without predictions."""
     run = run_folder.read(group.runs[0].folder)
     if not (run.folder / run_folder.PREDICTIONS).is_file():
         return None
     ood = [part for part in run.parts if part.startswith("ood/")]
     names = ["test/y", "grid/x", "train/x", "train/y", "test/features", "test/rows"]
     names += [f"{part}/{field}" for part in ood for field in ("x", "features")]
-    return Shown(
+    return GroupPredictions(
         group,
         run.prediction("test"),
         {part.removeprefix("ood/"): run.prediction(part) for part in ood},

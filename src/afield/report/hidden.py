@@ -6,14 +6,14 @@ import numpy as np
 from torch import Tensor
 
 from afield.experiment.run_folder import spread
-from afield.report.groups import Shown
-from afield.report.plots import OOD_COLOUR, Picture, class_colours, panels, plain, png, styled
+from afield.report.groups import GroupPredictions
+from afield.report.plots import OOD_COLOUR, Picture, class_colours, label_text, make_panels, report_style, to_png
 
 _MOST = 250  # of the test data, and of all OOD sets together
 _LEAST = 10
 
 
-def hidden(task: str, groups: Sequence[Shown]) -> Picture | None:
+def draw_hidden(task: str, groups: Sequence[GroupPredictions]) -> Picture | None:
     """One map for each method that has kept hidden vectors; methods share no map, so places cannot be compared."""
     drawn = [(each, vectors) for each in groups if (vectors := _vectors(each)) is not None]
     if not drawn:
@@ -23,8 +23,8 @@ def hidden(task: str, groups: Sequence[Shown]) -> Picture | None:
         from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
     except ImportError as error:
         raise ImportError('t-SNE needs scikit-learn: pip install "afield[cli]".') from error
-    with styled():
-        figure, axes = panels(len(drawn))
+    with report_style():
+        figure, axes = make_panels(len(drawn))
         for axis, (each, (h, count)) in zip(axes, drawn, strict=True):
             perplexity = min(30.0, (len(h) - 1) / 3)
             with threadpool_limits(1):  # on a busy machine its threads wait for each other, twenty times as long
@@ -38,11 +38,11 @@ def hidden(task: str, groups: Sequence[Shown]) -> Picture | None:
             else:
                 axis.scatter(x[:count], z[:count], s=7, c=y, cmap="cividis", linewidths=0)
             axis.scatter(x[count:], z[count:], s=9, color=OOD_COLOUR, marker="x", linewidths=0.6, alpha=0.7)
-            axis.set_title(plain(each.name))
+            axis.set_title(label_text(each.name))
             axis.set_xticks([])
             axis.set_yticks([])
             axis.spines[:].set_visible(True)
-        content = png(figure)
+        content = to_png(figure)
     return Picture(
         "hidden",
         "Hidden vectors",
@@ -53,18 +53,18 @@ def hidden(task: str, groups: Sequence[Shown]) -> Picture | None:
     )
 
 
-def _vectors(each: Shown) -> tuple[np.ndarray, int] | None:
+def _vectors(each: GroupPredictions) -> tuple[np.ndarray, int] | None:
     """Hidden vectors (N, d) of test data first, then of OOD sets, and how many are test data."""
     if not {"test/features", "test/rows", "test/y"} <= each.arrays.keys():
         return None
-    inside = _some(each.arrays["test/features"], _MOST)
+    inside = _subsample(each.arrays["test/features"], _MOST)
     outside = [each.arrays[f"ood/{name}/features"] for name in each.ood if f"ood/{name}/features" in each.arrays]
-    h = np.concatenate([inside, *(_some(part, _MOST // len(outside)) for part in outside)])
+    h = np.concatenate([inside, *(_subsample(part, _MOST // len(outside)) for part in outside)])
     if len(inside) < _LEAST or h.shape[1] < 2 or not np.isfinite(h).all() or not h.std(0).max() > 1e-6:
         return None
     return h, len(inside)
 
 
-def _some(vectors: Tensor, most: int) -> np.ndarray:
+def _subsample(vectors: Tensor, most: int) -> np.ndarray:
     """At most `most` of the vectors (N, d), evenly over all."""
     return vectors[spread(len(vectors), most)].float().flatten(1).numpy()

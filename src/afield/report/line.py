@@ -6,13 +6,23 @@ import torch
 from torch import Tensor
 
 from afield.prediction.prediction import Prediction
-from afield.report.groups import Shown
-from afield.report.plots import FAINT, INK, OOD_COLOUR, Picture, line_of, panels, plain, png, styled
+from afield.report.groups import GroupPredictions
+from afield.report.plots import (
+    FAINT,
+    INK,
+    OOD_COLOUR,
+    Picture,
+    label_text,
+    line_styles,
+    make_panels,
+    report_style,
+    to_png,
+)
 
 _BLUE = "#0072b2"
 
 
-def line(task: str, groups: Sequence[Shown]) -> Picture | None:
+def draw_line(task: str, groups: Sequence[GroupPredictions]) -> Picture | None:
     """Mean, two standard deviations, training points."""
     drawn = [each for each in groups if _linear(each)]
     if not drawn:
@@ -20,8 +30,8 @@ def line(task: str, groups: Sequence[Shown]) -> Picture | None:
     targets = torch.cat([each.arrays["train/y"].flatten() for each in drawn])
     reach = float(targets.max() - targets.min())
     limits = float(targets.min()) - reach, float(targets.max()) + reach
-    with styled():
-        figure, axes = panels(len(drawn), width=2.6, height=2.2, sharex=True, sharey=True)
+    with report_style():
+        figure, axes = make_panels(len(drawn), width=2.6, height=2.2, sharex=True, sharey=True)
         for axis, each in zip(axes, drawn, strict=True):
             assert each.grid is not None
             order = each.arrays["grid/x"].flatten().argsort()
@@ -35,9 +45,9 @@ def line(task: str, groups: Sequence[Shown]) -> Picture | None:
                 axis.fill_between(x, mean - half, mean + half, color=_BLUE, alpha=0.22, linewidth=0)
             axis.plot(x, mean, color=_BLUE, linewidth=1.6)
             axis.plot(each.arrays["train/x"].flatten(), each.arrays["train/y"].flatten(), ".", color=INK, ms=2.5)
-            axis.set_title(plain(each.name))
+            axis.set_title(label_text(each.name))
             axis.set_ylim(limits)
-        content = png(figure)
+        content = to_png(figure)
     return Picture(
         "line",
         "Predictions on a line",
@@ -49,24 +59,27 @@ def line(task: str, groups: Sequence[Shown]) -> Picture | None:
     )
 
 
-def interval_reliability(task: str, groups: Sequence[Shown]) -> Picture | None:
+def draw_interval_reliability(task: str, groups: Sequence[GroupPredictions]) -> Picture | None:
     """Part of the targets inside the central interval against its level."""
     drawn = [each for each in groups if each.test.likelihood == "gaussian" and each.test.variance is not None]
     drawn = [each for each in drawn if "test/y" in each.arrays and bool((each.test.std > 0).all())]
     if not drawn:
         return None
     levels = torch.linspace(0, 1, 51, dtype=torch.float64)
-    styles = line_of([each.group for each in groups])
-    with styled():
-        figure, (axis,) = panels(1, width=6.4, height=3.6)
+    styles = line_styles([each.group for each in groups])
+    with report_style():
+        figure, (axis,) = make_panels(1, width=6.4, height=3.6)
         axis.plot([0, 1], [0, 1], color=FAINT, linewidth=1)
         for each in drawn:
             axis.plot(
-                levels, held(each.test, each.arrays["test/y"], levels), label=plain(each.name), **styles[each.name]
+                levels,
+                interval_coverages(each.test, each.arrays["test/y"], levels),
+                label=label_text(each.name),
+                **styles[each.name],
             )
         axis.set(xlabel="level of the interval", ylabel="part of the targets inside", xlim=(0, 1), ylim=(0, 1))
         axis.legend(loc="center left", bbox_to_anchor=(1.01, 0.5))
-        content = png(figure)
+        content = to_png(figure)
     return Picture(
         "intervals",
         "Do intervals hold what they promise?",
@@ -77,14 +90,14 @@ def interval_reliability(task: str, groups: Sequence[Shown]) -> Picture | None:
     )
 
 
-def held(prediction: Prediction, target: Tensor, levels: Tensor) -> Tensor:
+def interval_coverages(prediction: Prediction, target: Tensor, levels: Tensor) -> Tensor:
     """Part of the targets inside the central interval of each level."""
     z = (target.reshape(prediction.mean.shape) - prediction.mean).double().abs() / prediction.std.double()
     reached = torch.erf(z.flatten() / 2**0.5)  # the level at which the interval reaches the target
     return (reached[:, None] <= levels).double().mean(0)
 
 
-def _linear(each: Shown) -> bool:
+def _linear(each: GroupPredictions) -> bool:
     names = {"grid/x", "train/x", "train/y"}
     if each.grid is None or each.grid.likelihood != "gaussian" or not names <= set(each.arrays):
         return False

@@ -21,13 +21,13 @@ from typing import Any
 
 from afield.experiment import run_folder
 from afield.model.progress import track
-from afield.report.curves import histograms, reliability, risk, roc
-from afield.report.groups import Group, Shown, grouped, shown
-from afield.report.hidden import hidden
-from afield.report.line import interval_reliability, line
-from afield.report.plane import landscape, surfaces
+from afield.report.curves import draw_histograms, draw_reliability, draw_risk, draw_roc
+from afield.report.groups import Group, GroupPredictions, group_runs, read_predictions
+from afield.report.hidden import draw_hidden
+from afield.report.line import draw_interval_reliability, draw_line
+from afield.report.plane import draw_landscape, draw_surfaces
 from afield.report.plots import Picture
-from afield.report.sections import Section, make, slug
+from afield.report.sections import Section, make_section, slugify
 from afield.report.tables import Cell
 from afield.report.typeset import escape_markdown, latex, markdown
 from afield.version import __version__
@@ -38,15 +38,23 @@ except ImportError as error:
     raise ImportError(f'{error}. Reports need an extra: pip install "afield[cli]".') from error
 
 TITLE = "Distance-aware uncertainty"
-DRAWINGS: tuple[Callable[[str, Sequence[Shown]], Picture | None], ...] = (
-    *(surfaces, line, landscape, hidden, reliability, interval_reliability, histograms, roc, risk),
+DRAWINGS: tuple[Callable[[str, Sequence[GroupPredictions]], Picture | None], ...] = (
+    draw_surfaces,
+    draw_line,
+    draw_landscape,
+    draw_hidden,
+    draw_reliability,
+    draw_interval_reliability,
+    draw_histograms,
+    draw_roc,
+    draw_risk,
 )
-"""Each draws a task, or says None where the task has nothing of the kind."""
+"""Each draws one picture of a task, or returns None where the task has nothing of the kind."""
 
 
 def report(root: Path, out: Path | None = None, *, title: str = TITLE) -> Path:
     """Write the report; returns the path of its HTML file."""
-    tasks, notes = _tasks(root)
+    tasks, notes = _read_groups(root)
     page = root / "report" / "index.html" if out is None else out if out.suffix == ".html" else out / "index.html"
     page.parent.mkdir(parents=True, exist_ok=True)
     pictures: dict[str, list[Picture]] = {task: [] for task in tasks}
@@ -68,28 +76,28 @@ def report(root: Path, out: Path | None = None, *, title: str = TITLE) -> Path:
 
 def record(root: Path, out: Path, *, title: str = TITLE) -> Path:
     """Write report.md and report.json without pictures, to be kept under version control; returns the first's path."""
-    tasks, notes = _tasks(root)
+    tasks, notes = _read_groups(root)
     out.mkdir(parents=True, exist_ok=True)
     sections = _sections(tasks, {task: [] for task in tasks}, root)
     head = _head(sections, title, [str(root), "--record", str(out)])
     return _write_tables(out, sections, head | {"notes": notes})
 
 
-def _tasks(root: Path) -> tuple[dict[str, list[Group]], list[str]]:
-    """The runs of every task, grouped, and what is to be said of them."""
+def _read_groups(root: Path) -> tuple[dict[str, list[Group]], list[str]]:
+    """The groups of every task, and notes on runs that were left out."""
     found = run_folder.find(root)
     if not found:
         raise ValueError(
             f"There is no finished run below {root}. Make one with `afield train`, or name another folder."
         )
-    return grouped(found)
+    return group_runs(found)
 
 
 def _sections(
     tasks: Mapping[str, Sequence[Group]], pictures: Mapping[str, Sequence[Picture]], root: Path
 ) -> list[Section]:
     slugs = _slugs(list(tasks))
-    return [make(task, slugs[task], groups, pictures[task], root) for task, groups in tasks.items()]
+    return [make_section(task, slugs[task], groups, pictures[task], root) for task, groups in tasks.items()]
 
 
 def _write_tables(folder: Path, sections: Sequence[Section], head: dict[str, Any]) -> Path:
@@ -99,9 +107,9 @@ def _write_tables(folder: Path, sections: Sequence[Section], head: dict[str, Any
 
 
 def _drawings(tasks: Mapping[str, Sequence[Group]]) -> Iterator[tuple[str, Callable[[], Picture | None]]]:
-    """What there is to draw; the predictions of one task are in memory at a time."""
+    """All pictures that may be drawn, by task; the predictions of one task are in memory at a time."""
     for task, groups in tasks.items():
-        predictions = [each for group in groups if (each := shown(group)) is not None]
+        predictions = [each for group in groups if (each := read_predictions(group)) is not None]
         for drawing in DRAWINGS:
             yield task, partial(drawing, task, predictions)
 
@@ -113,20 +121,20 @@ def _without_predictions(tasks: Mapping[str, Sequence[Group]]) -> list[str]:
 
 
 def _head(sections: Sequence[Section], title: str, arguments: Sequence[str]) -> dict[str, Any]:
-    told = [run for section in sections for group in section.groups for run in group.runs]
+    runs = [run for section in sections for group in section.groups for run in group.runs]
 
-    def seen(name: str) -> str:
-        return ", ".join(sorted({str(run.environment.get(name, "unknown")) for run in told}))
+    def values_of(name: str) -> str:
+        return ", ".join(sorted({str(run.environment.get(name, "unknown")) for run in runs}))
 
     return {
         "title": title,
         "made": datetime.now(UTC).strftime("%d %B %Y, %H:%M UTC").lstrip("0"),
-        "machines": seen("machine"),
-        "versions": "; ".join(f"{name} {seen(name)}" for name in ("afield", "torch", "numpy", "python")),
+        "machines": values_of("machine"),
+        "versions": "; ".join(f"{name} {values_of(name)}" for name in ("afield", "torch", "numpy", "python")),
         "command": shlex.join(["afield", "report", *arguments, *["--title", title] * (title != TITLE)]),
         "version": __version__,
-        "number_of_runs": len(told),
-        "number_of_methods": len({run.method for run in told}),
+        "number_of_runs": len(runs),
+        "number_of_methods": len({run.method for run in runs}),
     }
 
 
@@ -168,9 +176,9 @@ def _slugs(tasks: Sequence[str]) -> dict[str, str]:
     """Names for files and anchors, each its own."""
     slugs: dict[str, str] = {}
     for task in tasks:
-        name, number = slug(task), 2
+        name, number = slugify(task), 2
         while name in slugs.values():
-            name, number = f"{slug(task)}-{number}", number + 1
+            name, number = f"{slugify(task)}-{number}", number + 1
         slugs[task] = name
     return slugs
 
@@ -179,7 +187,7 @@ def _template() -> Any:
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.filters["base64"] = lambda picture: base64.b64encode(picture.png).decode()
     environment.filters["tint"] = _tint
-    environment.filters["slug"] = slug
+    environment.filters["slug"] = slugify
     source = resources.files("afield.report").joinpath("page.html.jinja").read_text(encoding="utf-8")
     return environment.from_string(source)
 

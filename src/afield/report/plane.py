@@ -10,38 +10,50 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from afield.report.claims import means
+from afield.experiment.metric_name import MetricName
+from afield.report.claims import mean_by_group
 from afield.report.columns import ood_sets
-from afield.report.groups import Place, Shown
-from afield.report.plots import FAINT, Picture, colour_bar, lattice, panels, plain, png, styled, surface, uncertainty
+from afield.report.groups import GroupPredictions, Place
+from afield.report.plots import (
+    FAINT,
+    Picture,
+    add_colour_bar,
+    find_lattice,
+    label_text,
+    make_panels,
+    plot_surface,
+    report_style,
+    to_png,
+    uncertainty,
+)
 
 _COLUMNS = {"dnn": "dense (dnn)", "dnn-gp": "GP output (dnn-gp)", "sngp": "GP output, bounded (sngp)"}
 _ROWS = {"ensemble": "ensemble", "dropout": "dropout", "single": "single model"}
 
 
-def surfaces(task: str, groups: Sequence[Shown]) -> Picture | None:
+def draw_surfaces(task: str, groups: Sequence[GroupPredictions]) -> Picture | None:
     """What each method is unsure about, over the plane."""
     drawn = [each for each in groups if _planar(each)]
     if not drawn:
         return None
-    with styled():
-        figure, axes = panels(len(drawn), extra=0.6)
+    with report_style():
+        figure, axes = make_panels(len(drawn), extra=0.6)
         for axis, each in zip(axes, drawn, strict=True):
             image = _draw(axis, each)
-            axis.set_title(plain(each.name))
-        colour_bar(figure, image, axes)
-        content = png(figure)
+            axis.set_title(label_text(each.name))
+        add_colour_bar(figure, image, axes)
+        content = to_png(figure)
     return Picture(
         "surfaces",
         "Uncertainty surfaces",
         "Uncertainty p (1 - p) / 0.25 of the top probability p over the plane: dark is certain, bright is not. Dots "
         "are training points, coloured by class; red crosses are OOD points, which no method has seen.",
-        f"Uncertainty over the plane for {task}, one panel each for {_listed(drawn)}.",
+        f"Uncertainty over the plane for {task}, one panel each for {_names(drawn)}.",
         content,
     )
 
 
-def landscape(task: str, groups: Sequence[Shown]) -> Picture | None:
+def draw_landscape(task: str, groups: Sequence[GroupPredictions]) -> Picture | None:
     """Distance awareness from left to right, more models from bottom to top."""
     found = {each.group.place: each for each in reversed(groups) if "augmix" not in each.group.method}
     cells = {(r, c): found.get(Place(r, c)) for r in _ROWS for c in _COLUMNS}
@@ -50,8 +62,9 @@ def landscape(task: str, groups: Sequence[Shown]) -> Picture | None:
         return None
     rows = [r for r in _ROWS if any(cells[r, c] for c in _COLUMNS)]
     planar = all(map(_planar, there))
-    aurocs = means([each.group for each in there], [f"auroc/{ood}" for ood in ood_sets([e.group for e in there])])
-    with styled():
+    drawn = [each.group for each in there]
+    aurocs = mean_by_group(drawn, [MetricName("auroc", ood) for ood in ood_sets(drawn)])
+    with report_style():
         figure = Figure(
             figsize=(2.75 * len(_COLUMNS) + 1, (2.5 if planar else 1.25) * len(rows) + 0.7), layout="constrained"
         )
@@ -71,12 +84,12 @@ def landscape(task: str, groups: Sequence[Shown]) -> Picture | None:
             if r == rows[-1]:
                 axis.set_xlabel(_COLUMNS[c], fontweight="bold")
             if each is not None and planar:
-                axis.set_title(plain(each.name))
+                axis.set_title(label_text(each.name))
         figure.supxlabel("dense  →  distance-aware", fontsize=9, color=FAINT)
         figure.supylabel("one model  →  many", fontsize=9, color=FAINT)
         if planar:
-            colour_bar(figure, image, list(axes.flat))
-        content = png(figure)
+            add_colour_bar(figure, image, list(axes.flat))
+        content = to_png(figure)
     what = "the uncertainty surface" if planar else "AUROC, the mean over OOD sets, and calibration or fit"
     return Picture(
         "landscape",
@@ -84,32 +97,32 @@ def landscape(task: str, groups: Sequence[Shown]) -> Picture | None:
         "From left to right the single model becomes distance-aware, from bottom to top more models are combined. Each "
         f"cell shows {what}."
         + ("" if planar else " From dark to bright AUROC goes from the lowest to the highest shown."),
-        f"A grid of methods for {task}: {_listed(there)}; each cell shows {what}.",
+        f"A grid of methods for {task}: {_names(there)}; each cell shows {what}.",
         content,
     )
 
 
-def _planar(each: Shown) -> bool:
+def _planar(each: GroupPredictions) -> bool:
     return (
         each.grid is not None
         and each.grid.probs is not None
         and {"grid/x", "train/x", "train/y"} <= set(each.arrays)
-        and lattice(each.arrays["grid/x"]) is not None
+        and find_lattice(each.arrays["grid/x"]) is not None
     )
 
 
-def _draw(axis: Axes, each: Shown) -> object:
+def _draw(axis: Axes, each: GroupPredictions) -> object:
     assert each.grid is not None
     train = each.arrays["train/x"], each.arrays["train/y"]
-    return surface(axis, each.arrays["grid/x"], uncertainty(each.grid), train, _ood_points(each))
+    return plot_surface(axis, each.arrays["grid/x"], uncertainty(each.grid), train, _ood_points(each))
 
 
-def _ood_points(each: Shown) -> Tensor | None:
+def _ood_points(each: GroupPredictions) -> Tensor | None:
     points = [each.arrays[f"ood/{name}/x"] for name in each.ood if f"ood/{name}/x" in each.arrays]
     return torch.cat([p[: 60 // len(points)] for p in points]) if points else None
 
 
-def _headline(axis: Axes, each: Shown, aurocs: Mapping[str, float]) -> None:
+def _headline(axis: Axes, each: GroupPredictions, aurocs: Mapping[str, float]) -> None:
     """AUROC as a number and, among those shown, as a colour; the fit below it."""
     auroc = aurocs.get(each.name)
     low, high = min(aurocs.values(), default=0.0), max(aurocs.values(), default=0.0)
@@ -117,12 +130,19 @@ def _headline(axis: Axes, each: Shown, aurocs: Mapping[str, float]) -> None:
     axis.set_facecolor(mpl.colormaps["cividis"](shade))
     lines = [] if auroc is None else [f"AUROC {auroc:.3f}"]
     for metric, word in (("ece", "ECE"), ("rmse", "RMSE"), ("nll", "NLL")):
-        values = [v for v in each.group.figures.get(f"{metric}/clean", []) if math.isfinite(v)]
+        values = [v for v in each.group.values.get(str(MetricName(metric, "clean")), []) if math.isfinite(v)]
         if values:
             lines.append(f"{word} {fmean(values):.3f}")
     ink = "white" if shade < 0.6 else "black"
     axis.text(
-        0.5, 0.78, plain(each.name), transform=axis.transAxes, ha="center", va="center", color=ink, fontweight="bold"
+        0.5,
+        0.78,
+        label_text(each.name),
+        transform=axis.transAxes,
+        ha="center",
+        va="center",
+        color=ink,
+        fontweight="bold",
     )
     axis.text(0.5, 0.36, "\n".join(lines), transform=axis.transAxes, ha="center", va="center", color=ink)
     _bare(axis)
@@ -140,5 +160,5 @@ def _bare(axis: Axes) -> None:
     axis.spines[:].set_visible(False)
 
 
-def _listed(groups: Sequence[Shown]) -> str:
+def _names(groups: Sequence[GroupPredictions]) -> str:
     return ", ".join(each.name for each in groups)

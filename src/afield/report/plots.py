@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from afield.prediction.prediction import Prediction
-from afield.report.groups import Group, place
+from afield.report.groups import Group
 
 try:
     import matplotlib as mpl
@@ -60,7 +60,7 @@ _DPI = 150
 
 @dataclass(frozen=True)
 class Picture:
-    """A PNG with what is said about it; `alt` tells those who cannot see it what there is to see."""
+    """A PNG with its title and caption; `alt` describes it to those who cannot see it."""
 
     name: str
     title: str
@@ -75,22 +75,24 @@ class Picture:
         return round(width * 96 / _DPI), round(height * 96 / _DPI)
 
 
-def plain(text: str) -> str:
+def label_text(text: str) -> str:
     """A name as matplotlib shows it literally, where dollars would begin a formula, and no wider than a panel."""
     return textwrap.fill(text, 26, break_long_words=False, break_on_hyphens=False).replace("$", r"\$")
 
 
-def styled() -> Any:
+def report_style() -> Any:
+    """The context in which all pictures of a report are drawn."""
     return mpl.rc_context(_STYLE)
 
 
-def png(figure: Figure) -> bytes:
+def to_png(figure: Figure) -> bytes:
+    """The figure as the content of a PNG file."""
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=_DPI, facecolor="white")
     return buffer.getvalue()
 
 
-def panels(
+def make_panels(
     count: int, *, width: float = 2.35, height: float = 2.4, extra: float = 0.0, **kwargs: Any
 ) -> tuple[Figure, list[Axes]]:
     """A figure of `count` panels, about five a row and as even as can be; `extra` inches beside them."""
@@ -103,13 +105,13 @@ def panels(
     return figure, axes[:count]
 
 
-def line_of(groups: Sequence[Group]) -> dict[str, dict[str, Any]]:
+def line_styles(groups: Sequence[Group]) -> dict[str, dict[str, Any]]:
     """Colour and line style by name; what is not among the known bases takes the other colours in turn."""
     others = list(dict.fromkeys(g.place.base for g in groups if g.place.base not in _BASE_COLOURS))
     colours = _BASE_COLOURS | {base: _OTHER_COLOURS[i % len(_OTHER_COLOURS)] for i, base in enumerate(others)}
     styles: dict[str, dict[str, Any]] = {}
     for group in groups:
-        where = place(group.method)
+        where = group.place
         style: dict[str, Any] = {"color": colours[where.base], "linestyle": _LINES[where.family], "linewidth": 1.6}
         alike = [s for s in styles.values() if s["color"] == style["color"] and s["linestyle"] == style["linestyle"]]
         styles[group.name] = style | ({"alpha": max(0.3, 1 - 0.35 * len(alike))} if alike else {})
@@ -129,7 +131,7 @@ def uncertainty(prediction: Prediction) -> Tensor:
     return p * (1 - p) / 0.25
 
 
-def lattice(x: Tensor) -> tuple[Tensor, int, int] | None:
+def find_lattice(x: Tensor) -> tuple[Tensor, int, int] | None:
     """(order, rows, columns) that make an image of the points of a lattice in the plane, or None if it is not one."""
     if x.dim() != 2 or x.shape[1] != 2:
         return None
@@ -140,9 +142,9 @@ def lattice(x: Tensor) -> tuple[Tensor, int, int] | None:
     return by_column[x[by_column, 1].argsort(stable=True)], rows, columns
 
 
-def surface(axis: Axes, grid: Tensor, values: Tensor, train: tuple[Tensor, Tensor], ood: Tensor | None) -> Any:
+def plot_surface(axis: Axes, grid: Tensor, values: Tensor, train: tuple[Tensor, Tensor], ood: Tensor | None) -> Any:
     """Draw values on a lattice, training points by class, and OOD points as crosses. Returns the image."""
-    found = lattice(grid)
+    found = find_lattice(grid)
     if found is None:
         raise ValueError("A surface needs a lattice of points in the plane.")
     order, rows, columns = found
@@ -171,5 +173,6 @@ def surface(axis: Axes, grid: Tensor, values: Tensor, train: tuple[Tensor, Tenso
     return image
 
 
-def colour_bar(figure: Figure, image: Any, axes: Sequence[Axes]) -> None:
+def add_colour_bar(figure: Figure, image: Any, axes: Sequence[Axes]) -> None:
+    """Add the scale of uncertainty surfaces beside their panels."""
     figure.colorbar(image, ax=list(axes), label="uncertainty  p (1 - p) / 0.25", aspect=40, pad=0.01)

@@ -1,4 +1,4 @@
-"""What a report tells of one task: its tables, statements and pictures, in the order in which they are shown."""
+"""The section of a report on one task: its tables, statements and pictures, in the order of the page."""
 
 import re
 from collections.abc import Sequence
@@ -9,9 +9,9 @@ from typing import Any
 from afield.experiment import run_folder
 from afield.experiment.run_folder import Run
 from afield.report import columns
-from afield.report.claims import Leader, Statement, about_far, leaders
-from afield.report.decisions import decided, picture_of, table_of
-from afield.report.groups import Group, shown
+from afield.report.claims import Leader, Statement, claims_far_from_data, leaders
+from afield.report.decisions import PolicyResults, decision_table, draw_decisions, evaluate_policies
+from afield.report.groups import Group, read_predictions
 from afield.report.plots import Picture
 from afield.report.tables import Table
 
@@ -21,7 +21,7 @@ _OWN = ("task", "method", "seed", "data_seed")
 
 @dataclass(frozen=True)
 class Section:
-    """What is told of one task."""
+    """Everything that the report has on one task."""
 
     task: str
     slug: str
@@ -73,11 +73,11 @@ class Section:
         listed += [("p-values", self.p_values.title)] if self.p_values else []
         listed += [("decisions", self.decisions.title)] if self.decisions else []
         listed += [(p.name, p.title) for p in self.late]
-        return [(f"{self.slug}-{slug(name)}", text) for name, text in [*listed, ("details", "Details")]]
+        return [(f"{self.slug}-{slugify(name)}", text) for name, text in [*listed, ("details", "Details")]]
 
     @property
     def runs(self) -> list[dict[str, Any]]:
-        return [_told(run, self.root) for group in self.groups for run in group.runs]
+        return [_describe_run(run, self.root) for group in self.groups for run in group.runs]
 
     @property
     def common(self) -> dict[str, Any]:
@@ -91,16 +91,16 @@ class Section:
         return [key for key in keys if key not in (*_OWN, *self.common)]
 
 
-def slug(text: str) -> str:
-    """For anchors, labels and names of files."""
+def slugify(text: str) -> str:
+    """Turn a text into a name for anchors, labels and files."""
     return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-") or "x"
 
 
-def make(task: str, slug: str, groups: Sequence[Group], pictures: Sequence[Picture], root: Path) -> Section:
-    """Everything but the pictures is computed here; the one of risks gets the points that policies choose."""
+def make_section(task: str, slug: str, groups: Sequence[Group], pictures: Sequence[Picture], root: Path) -> Section:
+    """Make the tables and statements; the picture of risks is drawn again with the points that policies choose."""
     far = columns.far_table(task, groups)
-    several = {g.name: [d for run in g.runs if (d := decided(run_folder.read(run.folder))) is not None] for g in groups}
-    marked = picture_of(task, groups, several) if pictures else None
+    decided = {group.name: _evaluate_policies(group) for group in groups}
+    marked = draw_decisions(task, groups, decided) if pictures else None
     pictures = [marked if marked is not None and picture.name == marked.name else picture for picture in pictures]
     return Section(
         task,
@@ -108,24 +108,31 @@ def make(task: str, slug: str, groups: Sequence[Group], pictures: Sequence[Pictu
         groups,
         columns.main_table(task, groups),
         far,
-        about_far(groups, _num_classes(groups)) if far else [],
+        claims_far_from_data(groups, _num_classes(groups)) if far else [],
         columns.against_exact(task, groups),
         columns.score_tables(task, groups),
         columns.p_value_table(task, groups),
         columns.all_metrics(task, groups),
         pictures,
         root,
-        table_of(groups, several),
+        decision_table(groups, decided),
     )
 
 
+def _evaluate_policies(group: Group) -> list[PolicyResults]:
+    """The results of every run that has what policies need."""
+    results = [evaluate_policies(run_folder.read(run.folder)) for run in group.runs]
+    return [result for result in results if result is not None]
+
+
 def _num_classes(groups: Sequence[Group]) -> int | None:
-    """Of the first predictions that there are; None for real targets."""
-    each = next((each for group in groups if (each := shown(group)) is not None), None)
+    """The number of classes in the first predictions that there are; None for real targets."""
+    each = next((each for group in groups if (each := read_predictions(group)) is not None), None)
     return None if each is None or each.test.probs is None else each.test.probs.shape[1]
 
 
-def _told(run: Run, root: Path) -> dict[str, Any]:
+def _describe_run(run: Run, root: Path) -> dict[str, Any]:
+    """Where a run is, its seeds, and how and when it was made."""
     where = run.environment
     return {
         "folder": run.folder.relative_to(root).as_posix() if run.folder.is_relative_to(root) else str(run.folder),

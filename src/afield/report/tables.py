@@ -1,6 +1,6 @@
-"""Tables of a report: rows are methods, columns are figures, a cell is the mean over runs and their spread.
+"""Tables of a report: rows are methods, columns are metrics, a cell is the mean and standard deviation over runs.
 
-The spread is the standard deviation (n - 1) over the runs of a row. A column has a goal: inf where more is better, -inf
+The standard deviation (n - 1) is over the runs of a row. A column has a goal: inf where more is better, -inf
 where less is, a number where nearest is best (interval coverage: 0.95), None where nothing is. Cells that are best
 *as printed* are marked: a tie within rounding is a tie. Accuracies are printed in percent, as the paper prints them.
 """
@@ -12,8 +12,9 @@ from statistics import fmean, median, stdev
 from typing import Any
 
 from afield.experiment import paper
+from afield.experiment.metric_name import MetricName
 
-Figures = Mapping[str, Sequence[float]]
+Values = Mapping[str, Sequence[float]]
 """By column: one value a run."""
 
 
@@ -30,7 +31,7 @@ class Column:
 
     @property
     def label(self) -> str:
-        """Both headings in one; `clean`, which is what a figure is unless something else is said, is left out."""
+        """Both headings in one; `clean`, the test set as it is, goes without saying."""
         return self.above if self.title in ("", "clean") else f"{self.above}: {self.title}"
 
     @property
@@ -42,10 +43,10 @@ class Column:
 
 @dataclass(frozen=True)
 class Cell:
-    """Mean and spread in the column's unit (percent for accuracies), and how they are printed."""
+    """Mean and standard deviation in the column's unit (percent for accuracies), and how they are printed."""
 
     mean: float
-    spread: float | None
+    std: float | None
     count: int
     decimals: int
     best: bool = False
@@ -53,11 +54,11 @@ class Cell:
 
     @property
     def text(self) -> str:
-        return show(self.mean, self.decimals)
+        return format_number(self.mean, self.decimals)
 
     @property
-    def spread_text(self) -> str:
-        return "" if self.spread is None else "±" + show(self.spread, self.decimals)
+    def std_text(self) -> str:
+        return "" if self.std is None else "±" + format_number(self.std, self.decimals)
 
 
 @dataclass(frozen=True)
@@ -93,19 +94,20 @@ class Table:
     def has_paper(self) -> bool:
         return any(cell.paper for row in self.rows for cell in row.cells.values())
 
-    def spreads(self, column: str) -> bool:
-        """Whether any figure of the column has a spread, ours or the paper's: then all leave room for one."""
+    def has_std(self, column: str) -> bool:
+        """Whether any cell of the column, ours or the paper's, prints a ±: then all leave room for one."""
         cells = [row.cells[column] for row in self.rows if column in row.cells]
-        return any(cell.spread is not None or "±" in cell.paper for cell in cells)
+        return any(cell.std is not None or "±" in cell.paper for cell in cells)
 
     def best(self, column: str) -> list[Row]:
         """The rows whose cell is marked."""
         return [row for row in self.rows if column in row.cells and row.cells[column].best]
 
     def to_dict(self) -> dict[str, Any]:
+        """The table as JSON; `spread` is what the records call the standard deviation."""
         rows = {
             row.name: {
-                name: {"mean": cell.mean, "spread": cell.spread, "runs": cell.count, "best": cell.best}
+                name: {"mean": cell.mean, "spread": cell.std, "runs": cell.count, "best": cell.best}
                 | ({"paper": cell.paper} if cell.paper else {})
                 for name, cell in row.cells.items()
             }
@@ -114,27 +116,31 @@ class Table:
         return {"title": self.title, "columns": [column.name for column in self.columns], "rows": rows}
 
 
-def make(
+def make_table(
     name: str,
     title: str,
-    figures: Mapping[str, Figures],
+    values: Mapping[str, Values],
     columns: Sequence[Column],
     *,
     counts: Mapping[str, int] | None = None,
     printed: Callable[[str, Column], str] = lambda row, column: "",
     note: str = "",
 ) -> Table:
-    """A table of the figures by row; columns without any figure are left out, and so are rows without any."""
-    kept = [column for column in columns if any(by_column.get(column.name) for by_column in figures.values())]
-    cells: dict[str, dict[str, Cell]] = {row: {} for row in figures}
+    """Make a table of the values by row; columns without any value are left out, and so are rows without any.
+
+    counts   number of runs by row; the largest number of values if it is not given
+    printed  the paper's number for a row and a column, as text
+    """
+    kept = [column for column in columns if any(by_column.get(column.name) for by_column in values.values())]
+    cells: dict[str, dict[str, Cell]] = {row: {} for row in values}
     for column in kept:
-        values = {row: by_column[column.name] for row, by_column in figures.items() if by_column.get(column.name)}
-        means = {row: column.factor * fmean(v) for row, v in values.items()}
+        by_row = {row: by_column[column.name] for row, by_column in values.items() if by_column.get(column.name)}
+        means = {row: column.factor * fmean(v) for row, v in by_row.items()}
         decimals = _decimals(column, means.values())
         winners = best({row: round(mean, decimals) for row, mean in means.items()}, column.goal)
-        for row, v in values.items():
-            spread = column.factor * stdev(v) if len(v) > 1 else None
-            cells[row][column.name] = Cell(means[row], spread, len(v), decimals, row in winners, printed(row, column))
+        for row, v in by_row.items():
+            std = column.factor * stdev(v) if len(v) > 1 else None
+            cells[row][column.name] = Cell(means[row], std, len(v), decimals, row in winners, printed(row, column))
     rows = tuple(
         Row(row, (counts or {}).get(row, max(cell.count for cell in found.values())), found)
         for row, found in cells.items()
@@ -153,8 +159,8 @@ def best(values: Mapping[str, float], goal: float | None) -> set[str]:
     return {name for name, gap in gaps.items() if math.isclose(gap, least, rel_tol=1e-12, abs_tol=1e-12)}
 
 
-def show(value: float, decimals: int) -> str:
-    """With a fixed number of decimals; what has run away in powers of ten."""
+def format_number(value: float, decimals: int) -> str:
+    """Write a number with a fixed number of decimals; a very large one in powers of ten."""
     if not math.isfinite(value):
         return str(value)
     if decimals and abs(value) >= 1e6:
@@ -162,25 +168,28 @@ def show(value: float, decimals: int) -> str:
     return f"{round(value, decimals) + 0.0:,.{decimals}f}"  # + 0.0: no minus zero
 
 
-def in_paper(task: str, method: str, column: str) -> tuple[paper.Table, paper.Cell] | None:
-    """The paper's figure for a cell of ours, and the table that it stands in."""
-    names = (column, column.removesuffix("/clean"))  # the paper's tables leave out what is the only part
+def find_in_paper(task: str, method: str, column: str) -> tuple[paper.Table, paper.Cell] | None:
+    """The paper's number for a cell of ours, and the table that it is from."""
+    name, names = MetricName.parse(column), [column]
+    if name.data == "clean":  # the paper's tables leave out what is the only part
+        names.append(name.metric)
     tables = [table for table in paper.TABLES.values() if table.task == task]
     found = ((table, table.cell(method, name)) for table in tables for name in names)
     return next(((table, cell) for table, cell in found if cell is not None), None)
 
 
-def from_paper(task: str, method: str, column: Column) -> str:
-    """The same as it is printed, or nothing."""
-    found = in_paper(task, method, column.name)
+def format_from_paper(task: str, method: str, column: Column) -> str:
+    """The paper's number for a cell of ours as it is printed, or an empty text."""
+    found = find_in_paper(task, method, column.name)
     if found is None:
         return ""
     digits = 1 if column.factor != 1 else 3
-    mean, spread = found[1].mean * column.factor, found[1].spread
-    return _at_least(mean, digits) + ("" if spread is None else f" ±{_at_least(spread * column.factor, digits)}")
+    mean, plus_minus = found[1].mean * column.factor, found[1].plus_minus
+    text = _with_digits(mean, digits)
+    return text if plus_minus is None else f"{text} ±{_with_digits(plus_minus * column.factor, digits)}"
 
 
-def _at_least(value: float, digits: int) -> str:
+def _with_digits(value: float, digits: int) -> str:
     """The shortest decimal form that has at least so many digits after the point."""
     short = f"{round(value, 6):f}".rstrip("0")
     return short if len(short.partition(".")[2]) >= digits else f"{value:.{digits}f}"

@@ -1,4 +1,4 @@
-"""Tables in Markdown and in LaTeX (booktabs). The paper's figures stand in a row of their own below ours."""
+"""Tables in Markdown and in LaTeX (booktabs). The paper's numbers have a row of their own below ours."""
 
 import re
 
@@ -36,7 +36,7 @@ def markdown(table: Table) -> str:
     for row in table.rows:
         cells = [row.cells.get(column.name) for column in table.columns]
         lines.append(_pipes([escape_markdown(row.name), str(row.count), *map(_markdown_cell, cells)]))
-        if printed := _from_paper(row, table):
+        if printed := _paper_texts(row, table):
             lines.append(_pipes(["*in the paper*", "", *(f"*{text}*" if text else "" for text in printed)]))
     note = f"\n{escape_markdown(table.note)}\n" if table.note else ""
     return f"### {escape_markdown(table.title)}\n\n" + "\n".join(lines) + "\n" + note
@@ -54,7 +54,7 @@ def latex(table: Table, label: str, task: str) -> str:
     for row in table.rows:
         cells = [row.cells.get(column.name) for column in table.columns]
         body.append(_ampersands([escape_latex(row.name), str(row.count), *map(_latex_cell, cells)]))
-        if printed := _from_paper(row, table):
+        if printed := _paper_texts(row, table):
             body.append(_ampersands([r"\quad\textit{paper}", "", *(rf"\textit{{{escape_latex(t)}}}" for t in printed)]))
     lines = [
         r"\begin{table}[ht]",
@@ -83,7 +83,7 @@ def _heading(column: Column) -> str:
 def _markdown_cell(cell: Cell | None) -> str:
     if cell is None:
         return NONE
-    text = " ".join([cell.text, cell.spread_text]).strip()
+    text = " ".join([cell.text, cell.std_text]).strip()
     return f"**{text}**" if cell.best else text
 
 
@@ -91,11 +91,11 @@ def _latex_cell(cell: Cell | None) -> str:
     if cell is None:
         return "--"
     value = escape_latex(cell.text)
-    spread = f" {escape_latex(cell.spread_text)}" if cell.spread is not None else ""
-    return (rf"\textbf{{{value}}}" if cell.best else value) + spread
+    std = f" {escape_latex(cell.std_text)}" if cell.std is not None else ""
+    return (rf"\textbf{{{value}}}" if cell.best else value) + std
 
 
-def _from_paper(row: Row, table: Table) -> list[str]:
+def _paper_texts(row: Row, table: Table) -> list[str]:
     """The paper's cells of a row, empty where it has none; an empty list if it has none at all."""
     texts = [row.cells[c.name].paper if c.name in row.cells else "" for c in table.columns]
     return texts if any(texts) else []
