@@ -1,5 +1,6 @@
 """Hugging Face: every kind of classifier converts, padding changes nothing, Trainer's callback, folders, texts."""
 
+import dataclasses
 import importlib
 import json
 import sys
@@ -24,7 +25,7 @@ import afield
 from afield.backbones.transformer import encoder_source
 from afield.bounds.spectral import bounds_of
 from afield.errors import DamagedModel, NotFitted
-from afield.integrations import huggingface, in_order
+from afield.integrations import every_example_once, huggingface
 from afield.integrations.huggingface import FitPosterior, LastToken, TextClassifier, from_pretrained, save_pretrained
 from tests.conftest import data_file
 
@@ -96,8 +97,13 @@ def ready(kind: str = "Bert", convert: Callable[..., afield.SNGP] = huggingface.
     return model
 
 
+def tensors_of(prediction: afield.Prediction) -> dict[str, Tensor]:
+    values = {field.name: getattr(prediction, field.name) for field in dataclasses.fields(prediction)}
+    return {name: value for name, value in values.items() if isinstance(value, Tensor)}
+
+
 def close(one: afield.Prediction, two: afield.Prediction, tolerance: float) -> None:
-    for name, tensor in one._tensors().items():
+    for name, tensor in tensors_of(one).items():
         if name == "p_value":
             assert torch.equal(tensor, two.p_value)
         else:
@@ -183,12 +189,12 @@ def test_the_last_token_is_the_networks_own_choice():
 
 @pytest.fixture(scope="module")
 def models() -> Callable[[str], afield.SNGP]:
-    made: dict[str, afield.SNGP] = {}
+    models: dict[str, afield.SNGP] = {}
 
     def get(kind: str) -> afield.SNGP:
-        if kind not in made:
-            made[kind] = ready(kind)
-        return made[kind]
+        if kind not in models:
+            models[kind] = ready(kind)
+        return models[kind]
 
     return get
 
@@ -214,7 +220,7 @@ def test_padding_on_the_left_changes_nothing_for_decoders(kind: str, models: Any
     """Encoders read their first column: on the left there is nothing to pad."""
     model, lengths = models(kind), [3, 11, 1, 16]
     batch = sentences(lengths, left=True, columns=20)
-    if kind == "GPT2":  # absolute positions, counted from the first column unless told
+    if kind == "GPT2":  # absolute positions, counted from the first column unless they are given
         batch["position_ids"] = (batch["attention_mask"].cumsum(1) - 1).clamp_min(0)
     close(alone(model, sentences(lengths), lengths), model.predict(batch), 1e-5 if kind in ROTARY else 1e-10)
 
@@ -269,14 +275,14 @@ def handler(callback: FitPosterior, net: nn.Module, train: Any = None, held_out:
     """Trainer's own dispatcher of callbacks, as Trainer makes it."""
     from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback
 
-    made = CallbackHandler([DefaultFlowCallback, callback], net, None, None, None)
-    made.train_dataloader, made.eval_dataloader = train, held_out
-    return made
+    handler = CallbackHandler([DefaultFlowCallback, callback], net, None, None, None)
+    handler.train_dataloader, handler.eval_dataloader = train, held_out
+    return handler
 
 
-def run(made: Any, *events: str) -> None:
+def run(handler: Any, *events: str) -> None:
     for event in events or ("on_init_end", "on_train_begin", "on_train_end"):
-        getattr(made, event)(None, transformers.TrainerState(), transformers.TrainerControl())
+        getattr(handler, event)(None, transformers.TrainerState(), transformers.TrainerControl())
 
 
 def test_the_callback_fits_every_example_once_and_calibrates():
@@ -379,7 +385,7 @@ def test_a_folder_brings_the_model_back_bit_for_bit(kind: str, convert: Any, tmp
     save_pretrained(model, tmp_path, tokenizer)
     again, batch = from_pretrained(tmp_path), sentences([3, 9])
     one, two = model.predict(batch), again.predict(batch)
-    for name, tensor in one._tensors().items():
+    for name, tensor in tensors_of(one).items():
         assert torch.equal(getattr(two, name), tensor), name
     assert not again.training
     assert huggingface.labels_of(again) == ["pay", "play", "ask"]
@@ -469,9 +475,9 @@ def test_long_texts_are_cut(classifier: TextClassifier):
     cut = TextClassifier(classifier.model, classifier.tokenizer, max_length=10)
     expected = classifier.predict([" ".join(WORDS[:8])])
     close(expected, cut.predict([long]), 1e-10)
-    assert classifier._limit() == 40
+    assert classifier.limit == 40
     unlimited = transformers.BertTokenizerFast(vocab=classifier.tokenizer.get_vocab())
-    assert TextClassifier(classifier.model, unlimited)._limit() == 64  # the network's
+    assert TextClassifier(classifier.model, unlimited).limit == 64  # the network's
     assert len(TextClassifier(classifier.model, unlimited)([long])) == 1
 
 
@@ -557,14 +563,14 @@ def test_a_real_encoder_knows_what_it_was_not_trained_on(monkeypatch: pytest.Mon
 # Loaders ---------------------------------------------------------------------------------------------------------
 
 
-def test_in_order_sees_every_example_once():
+def test_every_example_once():
     rows = Sentences(50)
     loader = DataLoader(rows, batch_size=16, shuffle=True, drop_last=True, collate_fn=collate)
-    found = list(in_order(loader))
+    found = list(every_example_once(loader))
     assert [len(batch["labels"]) for batch in found] == [16, 16, 16, 2]
     assert torch.cat([batch["labels"] for batch in found]).tolist() == [int(row["labels"]) for row in rows.rows]
-    assert sum(len(batch["labels"]) for batch in in_order(loader, most=2)) == 32
+    assert sum(len(batch["labels"]) for batch in every_example_once(loader, max_batches=2)) == 32
     stream = iter([1, 2])
-    assert in_order(stream) is stream
+    assert every_example_once(stream) is stream
     whole = DataLoader(rows, batch_size=None)
-    assert in_order(whole) is whole
+    assert every_example_once(whole) is whole

@@ -19,7 +19,7 @@ pytest.importorskip("lightning", reason='needs pip install "afield[lightning]"')
 import lightning.pytorch as pl
 
 import afield
-from afield.integrations.lightning import FitPosterior, model_of
+from afield.integrations.lightning import FitPosterior, find_model
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),
@@ -95,7 +95,7 @@ def same(one: afield.SNGP, two: afield.SNGP, tolerance: float = 1e-5) -> None:
 
 def test_at_the_end_of_training_every_example_counts_once():
     callback = FitPosterior(amplitude=2.0)
-    model = model_of(trained(callback))
+    model = find_model(trained(callback))
     assert model.head.num_observed == 75
     expected, calibration = by_hand(model, amplitude=2.0)
     same(expected, model)
@@ -122,8 +122,8 @@ class Watch(pl.Callback):
         self.calibrated: list[bool] = []
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.seen.append(model_of(pl_module).head.num_observed)
-        self.calibrated.append(model_of(pl_module).head.calibrated)
+        self.seen.append(find_model(pl_module).head.num_observed)
+        self.calibrated.append(find_model(pl_module).head.calibrated)
 
 
 def test_every_n_epochs():
@@ -151,15 +151,15 @@ def test_a_checkpoint_carries_the_posterior(tmp_path: Path):
     checkpoint = pl.callbacks.ModelCheckpoint(tmp_path, filename="last")
     module = trained(FitPosterior(every_n_epochs=1), checkpoint, enable_checkpointing=True)
     again = Small.load_from_checkpoint(tmp_path / "last.ckpt")
-    assert model_of(again).head.calibrated
-    same(module.model, model_of(again), 1e-6)
+    assert find_model(again).head.calibrated
+    same(module.model, find_model(again), 1e-6)
 
 
 def test_loaders_of_ones_own():
     callback = FitPosterior(
         train=DataLoader(blobs(30), batch_size=7), held_out=DataLoader(blobs(24, seed=3), batch_size=7)
     )
-    model = model_of(trained(callback))
+    model = find_model(trained(callback))
     assert model.head.num_observed == 30
     assert callback.calibration is not None
     assert callback.calibration.num_fitted + callback.calibration.num_reference == 24
@@ -188,11 +188,11 @@ def test_a_fast_run_stays_fast():
 
 def test_what_is_not_clear_is_asked():
     with pytest.raises(ValueError, match=r"expects one model made by afield\.sngp .* inside Linear, found 0"):
-        model_of(nn.Linear(2, 2))
+        find_model(nn.Linear(2, 2))
     module = Small()
     twice = nn.ModuleList([module.model, copy.deepcopy(module.model)])
     with pytest.raises(ValueError, match="found 2"):
-        model_of(twice)
+        find_model(twice)
     train, held_out = loaders()
     for arguments, name in (
         ((train, [held_out, held_out]), "held_out"),

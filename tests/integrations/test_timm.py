@@ -142,9 +142,9 @@ def test_export_answers_like_the_model(name: str, tmp_path: Path):
     from afield.deploy.export import export
 
     model = trained(name)
-    made = export(model, tmp_path / "model.onnx", images(3, seed=3), labels=["a", "b", "c"], alpha=0.1)
-    assert made.difference <= 1e-4
-    assert made.file.is_file()
+    done = export(model, tmp_path / "model.onnx", images(3, seed=3), labels=["a", "b", "c"], alpha=0.1)
+    assert done.difference <= 1e-4
+    assert done.file.is_file()
     probs = model.predict(images(3, seed=3)).probs
     assert probs is not None
     assert probs.std() > 0.01  # there was something to get wrong

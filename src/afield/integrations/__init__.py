@@ -6,23 +6,24 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler, Subset
 
-_BATCH_SIZE = 64
+_DEFAULT_BATCH_SIZE = 64
 
 
-def in_order(loader: Iterable[Any], *, most: int | None = None) -> Iterable[Any]:
-    """The data set and the collation of a loader, every example once: none dropped, repeated, weighted or sharded.
+def every_example_once(loader: Iterable[Any], *, max_batches: int | None = None) -> Iterable[Any]:
+    """A loader of the same data set that gives every example once, in order: none dropped, repeated or sharded.
 
-    A training loop shuffles, drops the last batch and, with several processes, shards and pads by repeating. A
-    posterior and a calibration must not. What has no length or makes its own batches comes back as it is.
+    A training loader may shuffle, drop the last batch and, with several processes, shard and pad by repeating; a
+    posterior and a calibration must see the data as they are. Loaders without a length and loaders that make their own
+    batches are returned unchanged.
 
-    most   only the first batches, this many
+    max_batches  take only this many batches, the first ones
     """
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset) or not loader.batch_sampler:
         return loader
-    size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None) or _BATCH_SIZE
+    size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None) or _DEFAULT_BATCH_SIZE
     data = loader.dataset
-    if most is not None:
-        data = Subset(data, range(min(most * size, len(data))))  # type: ignore[arg-type]
+    if max_batches is not None:
+        data = Subset(data, range(min(max_batches * size, len(data))))  # type: ignore[arg-type]
     return DataLoader(
         data,
         batch_sampler=BatchSampler(SequentialSampler(data), size, drop_last=False),  # type: ignore[arg-type]

@@ -7,7 +7,7 @@
     classify = TextClassifier.from_pretrained("folder")
     classify(["where is my card?"])       [{"label": ..., "probability": ..., "p_value": ..., "accepted": ...}]
 
-`sngp` and `attach` here are `afield.sngp` and `afield.attach`, told what they cannot see in a network of this library:
+`sngp` and `attach` here call `afield.sngp` and `afield.attach` with what is special to networks of this library:
 
 - the output layer is the last Linear *outside the body*, which a few architectures (XLM-RoBERTa, CamemBERT) register
   first of all;
@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from afield.errors import DamagedModel
-from afield.integrations import in_order
+from afield.integrations import every_example_once
 from afield.model import convert
 from afield.model.calibration import Calibration, calibrate
 from afield.model.convert import BoundRules
@@ -46,11 +46,11 @@ try:
     from transformers import PreTrainedModel, TrainerCallback
     from transformers.modeling_outputs import SequenceClassifierOutput
 except ImportError as error:
-    if (error.name or "").split(".")[0] != "transformers":  # it is there, and something else is wrong
+    if (error.name or "").split(".")[0] != "transformers":  # it is installed, and something else is wrong
         raise
     raise ImportError('The Hugging Face integration needs transformers: pip install "afield[huggingface]".') from error
 
-_LONGEST = 100_000  # tokenizers without a limit of their own report 1e30
+_NO_LIMIT = 100_000  # tokens and more: tokenizers without a limit of their own report 1e30
 
 
 class LastToken(nn.Module):
@@ -98,16 +98,16 @@ def sngp(net: PreTrainedModel, bound: BoundRules = 0.95, *, output: str | None =
     output   the name of the Linear that makes the logits, where it is not the last one outside the body
     options  of `afield.sngp`; the likelihood is gaussian where the configuration says regression
     """
-    prepared, output = _prepared(net, output)
+    prepared, output = _prepare(net, output)
     if isinstance(bound, float | int):
-        bound = dict.fromkeys(_between(prepared, output), float(bound))
-    return convert.sngp(prepared, bound, output=output, **_likelihood(net, options))
+        bound = dict.fromkeys(_layers_after_body(prepared, output), float(bound))
+    return convert.sngp(prepared, bound, output=output, **_with_likelihood(net, options))
 
 
 def attach(net: PreTrainedModel, *, output: str | None = None, **options: Any) -> SNGP:
     """`afield.attach` for a trained network of transformers: it keeps its predictions and gains a variance."""
-    prepared, output = _prepared(net, output)
-    return convert.attach(prepared, output=output, **_likelihood(net, options))
+    prepared, output = _prepare(net, output)
+    return convert.attach(prepared, output=output, **_with_likelihood(net, options))
 
 
 class FitPosterior(TrainerCallback):
@@ -153,9 +153,9 @@ class FitPosterior(TrainerCallback):
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         train = kwargs["train_dataloader"] if self.train is None else self.train
         held_out = kwargs["eval_dataloader"] if self.held_out is None else self.held_out
-        fit_posterior(self.model, in_order(train))
+        fit_posterior(self.model, every_example_once(train))
         if held_out is not None:
-            self.calibration = calibrate(self.model, in_order(held_out), **self.options)
+            self.calibration = calibrate(self.model, every_example_once(held_out), **self.options)
 
 
 def save_pretrained(model: SNGP, folder: str | os.PathLike[str], tokenizer: Any = None) -> Path:
@@ -167,7 +167,7 @@ def save_pretrained(model: SNGP, folder: str | os.PathLike[str], tokenizer: Any 
             "afield.save(model, folder)."
         )
     config = copy.deepcopy(config)
-    config.architectures = [_type(model.net).__name__]
+    config.architectures = [_network_class(model.net).__name__]
     config.save_pretrained(folder)
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
@@ -254,31 +254,34 @@ class TextClassifier:
         order = sorted(range(len(texts)), key=lambda i: len(texts[i]))
         batches = [order[i : i + self.batch_size] for i in range(0, len(order), self.batch_size)]
         parts = [
-            self.model.predict(self._encoded([texts[i] for i in batch]))
+            self.model.predict(self._tokenize([texts[i] for i in batch]))
             for batch in track(batches, "texts", show=progress)
         ]
-        back = torch.empty(len(order), dtype=torch.int64)
-        back[torch.tensor(order, dtype=torch.int64)] = torch.arange(len(order))
-        return Prediction.cat(parts)[back.to(parts[0].logits.device)]
+        position = torch.empty(len(order), dtype=torch.int64)
+        position[torch.tensor(order, dtype=torch.int64)] = torch.arange(len(order))
+        return Prediction.cat(parts)[position.to(parts[0].logits.device)]
 
-    def _encoded(self, texts: list[str]) -> dict[str, Tensor]:
-        found = self.tokenizer(
-            texts, padding=True, padding_side="right", truncation=True, max_length=self._limit(), return_tensors="pt"
-        )
-        known = inspect.signature(self.model.net.forward).parameters
-        return {name: value for name, value in found.items() if name in known}
-
-    def _limit(self) -> int | None:
+    @property
+    def limit(self) -> int | None:
+        """Tokens at which a text is cut."""
         own = self.tokenizer.model_max_length
         positions = getattr(self.model.net.config, "max_position_embeddings", None)
-        return self.max_length or (own if own < _LONGEST else positions)
+        return self.max_length or (own if own < _NO_LIMIT else positions)
+
+    def _tokenize(self, texts: list[str]) -> dict[str, Tensor]:
+        encoded = self.tokenizer(
+            texts, padding=True, padding_side="right", truncation=True, max_length=self.limit, return_tensors="pt"
+        )
+        known = inspect.signature(self.model.net.forward).parameters
+        return {name: value for name, value in encoded.items() if name in known}
 
 
-def _type(net: nn.Module) -> type:
+def _network_class(net: nn.Module) -> type:
+    """The class of transformers that a network belongs to."""
     return net.net_type if isinstance(net, LastToken) else type(net)
 
 
-def _prepared(net: PreTrainedModel, output: str | None) -> tuple[nn.Module, str]:
+def _prepare(net: PreTrainedModel, output: str | None) -> tuple[nn.Module, str]:
     """The network that will be converted, and the name of its output layer."""
     if not isinstance(net, PreTrainedModel):
         raise TypeError(f"Expected a network of transformers, got {type(net).__name__}: use afield.sngp or attach.")
@@ -307,8 +310,8 @@ def _scores_every_token(net: PreTrainedModel) -> bool:
     )
 
 
-def _between(net: nn.Module, output: str) -> list[str]:
-    """The Linear layers after the body, the output layer excepted: its pooler and what stands outside."""
+def _layers_after_body(net: nn.Module, output: str) -> list[str]:
+    """The Linear layers between body and output layer: those of the body's pooler, and those outside the body."""
     body: Any = net.body if isinstance(net, LastToken) else net.base_model
     pooler = getattr(body, "pooler", None)
     after = set(map(id, pooler.modules())) if isinstance(pooler, nn.Module) else set()
@@ -316,7 +319,8 @@ def _between(net: nn.Module, output: str) -> list[str]:
     return [n for n, m in net.named_modules() if isinstance(m, nn.Linear) and id(m) not in inside and n != output]
 
 
-def _likelihood(net: PreTrainedModel, options: Mapping[str, Any]) -> dict[str, Any]:
+def _with_likelihood(net: PreTrainedModel, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options, with the likelihood that the configuration asks for unless they have one."""
     problem = net.config.problem_type
     if problem == "multi_label_classification":
         raise ValueError("Multi-label classification has no likelihood here: use one class an input, or a model each.")

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import nn
 
-from afield.integrations import in_order
+from afield.integrations import every_example_once
 from afield.model.calibration import Calibration, calibrate
 from afield.model.posterior import fit_posterior
 from afield.model.sngp_model import SNGP
@@ -35,7 +35,7 @@ class FitPosterior(Callback):
     train            batches for the posterior; None takes the Trainer's training data. Give a loader of your own if
                      that one augments its examples, or if its batches are not (inputs, target) or a mapping of
                      keyword arguments
-    held_out         batches for calibration; None takes the Trainer's validation data, if it looked at any
+    held_out         batches for calibration; None takes the Trainer's validation data, if there is any
     options          of `afield.calibrate`
 
     The model is the one `SNGP` inside the LightningModule. `calibration` has what `afield.calibrate` found. In a
@@ -56,29 +56,29 @@ class FitPosterior(Callback):
         self.calibration: Calibration | None = None
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        model_of(pl_module).head.reset_posterior()  # it belongs to weights that are about to change
+        find_model(pl_module).head.reset_posterior()  # it belongs to weights that are about to change
         self.calibration = None
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.every_n_epochs is not None and (trainer.current_epoch + 1) % self.every_n_epochs == 0:
-            self._fit(trainer, model_of(pl_module))
+            self._fit(trainer, find_model(pl_module))
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._fit(trainer, model_of(pl_module))  # also after an epoch that did: averaged weights come back only now
+        self._fit(trainer, find_model(pl_module))  # also after an epoch that did: averaged weights come back only now
 
     def _fit(self, trainer: Trainer, model: SNGP) -> None:
-        train = self.train if self.train is not None else _single(trainer.train_dataloader, "train")
+        train = self.train if self.train is not None else _only_loader(trainer.train_dataloader, "train")
         if trainer.fast_dev_run:  # type: ignore[attr-defined]  # set by a connector
-            fit_posterior(model, in_order(train, most=int(trainer.num_training_batches)))
+            fit_posterior(model, every_example_once(train, max_batches=int(trainer.num_training_batches)))
             return
-        fit_posterior(model, in_order(train))
-        held_out = self.held_out if self.held_out is not None else _single(trainer.val_dataloaders, "held_out")
+        fit_posterior(model, every_example_once(train))
+        held_out = self.held_out if self.held_out is not None else _only_loader(trainer.val_dataloaders, "held_out")
         if held_out is not None:
             # All of it on every process: the same answer on each.
-            self.calibration = calibrate(model, in_order(held_out), **self.options)
+            self.calibration = calibrate(model, every_example_once(held_out), **self.options)
 
 
-def model_of(module: nn.Module) -> SNGP:
+def find_model(module: nn.Module) -> SNGP:
     """The one `SNGP` inside a module."""
     found = [m for m in module.modules() if isinstance(m, SNGP)]
     if len(found) != 1:
@@ -89,7 +89,7 @@ def model_of(module: nn.Module) -> SNGP:
     return found[0]
 
 
-def _single(loaders: Any, name: str) -> Any:
+def _only_loader(loaders: Any, name: str) -> Any:
     """The one loader among what a Trainer holds, None if it holds none."""
     if isinstance(loaders, Mapping):
         loaders = list(loaders.values())

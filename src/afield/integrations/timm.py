@@ -3,8 +3,8 @@
     model = timm.sngp("resnet18", pretrained=True, num_classes=10)       or a network that timm made
     model = timm.attach(trained)                                         keeps its predictions, adds the distance
 
-`afield.sngp` and `afield.attach` do the work; these know what timm writes down about a network (`pretrained_cfg`):
-which layer makes the logits, and with which mean and standard deviation images are normalised. With `normalize=True`
+These call `afield.sngp` and `afield.attach` with what timm records about a network (`pretrained_cfg`): which layer
+makes the logits, and with which mean and standard deviation images are normalised. With `normalize=True`
 that step becomes part of the model, which then takes bytes or numbers in [0, 1], as an exported file should.
 
 timm needs torchvision, whose wheel must match the installed torch; it is no dependency of afield.
@@ -45,16 +45,16 @@ def sngp(
     normalize    begin with the network's own normalisation
     options      of `afield.sngp`
     """
-    made, output = _prepared(net, pretrained, normalize)
+    network, output = _prepare(net, pretrained, normalize)
     if num_classes is not None:
         options["out_features"] = num_classes
-    return convert.sngp(made, bound, output=output, **options)
+    return convert.sngp(network, bound, output=output, **options)
 
 
 def attach(net: str | nn.Module, *, normalize: bool = False, **options: Any) -> SNGP:
     """`afield.attach` for a trained network of timm; a name loads its pretrained weights."""
-    made, output = _prepared(net, True, normalize)
-    return convert.attach(made, output=output, **options)
+    network, output = _prepare(net, True, normalize)
+    return convert.attach(network, output=output, **options)
 
 
 def normalization(net: nn.Module) -> Normalize:
@@ -63,24 +63,24 @@ def normalization(net: nn.Module) -> Normalize:
     return Normalize(config["mean"], config["std"])
 
 
-def _prepared(net: str | nn.Module, pretrained: bool, normalize: bool) -> tuple[nn.Module, str]:
+def _prepare(net: str | nn.Module, pretrained: bool, normalize: bool) -> tuple[nn.Module, str]:
     """The network that will be converted, and the name of its output layer."""
-    made = timm.create_model(net, pretrained=pretrained) if isinstance(net, str) else net
-    output = _config(made)["classifier"]
+    network = timm.create_model(net, pretrained=pretrained) if isinstance(net, str) else net
+    output = _config(network)["classifier"]
     if not isinstance(output, str):
         raise ValueError(
-            f"{type(made).__name__} has {len(output)} output layers ({', '.join(output)}) and averages their logits; a "
-            "Gaussian process replaces one. Choose a network with a single output layer."
+            f"{type(network).__name__} has {len(output)} output layers ({', '.join(output)}) and averages their "
+            "logits; a Gaussian process replaces one. Choose a network with a single output layer."
         )
-    layer = made.get_submodule(output)
+    layer = network.get_submodule(output)
     if not isinstance(layer, nn.Linear):
         raise ValueError(
-            f"The output layer {output!r} of {type(made).__name__} is a {type(layer).__name__}, expected a Linear. "
+            f"The output layer {output!r} of {type(network).__name__} is a {type(layer).__name__}, expected a Linear. "
             "Choose a network that pools before a Linear, or one made with num_classes > 0."
         )
     if not normalize:
-        return made, output
-    return nn.Sequential(OrderedDict(normalize=normalization(made), net=made)), f"net.{output}"
+        return network, output
+    return nn.Sequential(OrderedDict(normalize=normalization(network), net=network)), f"net.{output}"
 
 
 def _config(net: nn.Module) -> dict[str, Any]:
