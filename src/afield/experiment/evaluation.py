@@ -24,7 +24,7 @@ from afield.experiment.metric_name import MetricName
 from afield.model.diagnose import distance_correlation
 from afield.prediction.distance_scores import FITTED, FittedScore
 from afield.prediction.metrics import METRICS, OOD_METRICS, REGRESSION_METRICS
-from afield.prediction.prediction import Prediction
+from afield.prediction.prediction import Prediction, likelihood_of
 from afield.prediction.scores import SCORES
 from afield.tasks import Task
 
@@ -64,9 +64,10 @@ def _evaluate_test(
 
 def evaluate_targets(prediction: Prediction, target: Tensor, part: str, scale: float = 1.0) -> dict[str, float]:
     """Every metric of the task's kind on one labelled part; real targets count in units of 1 / scale."""
-    if prediction.likelihood == "gaussian" and scale != 1:
+    likelihood = likelihood_of(prediction)
+    if likelihood.noisy and scale != 1:
         prediction, target = _rescale(prediction, scale), target.double() * scale
-    metrics = REGRESSION_METRICS if prediction.likelihood == "gaussian" else METRICS
+    metrics = METRICS if likelihood.of_classes else REGRESSION_METRICS
     return {str(MetricName(name, part)): metric(prediction, target) for name, metric in metrics.items()}
 
 
@@ -82,7 +83,7 @@ def evaluate_ood(
 ) -> dict[str, float]:
     """Every OOD metric of every score that these predictions have; `name` is that of the OOD set."""
     metrics: dict[str, float] = {}
-    default = paper_score(in_domain)
+    default = likelihood_of(in_domain).doubt
     for score, values in score_both(in_domain, ood, fitted).items():
         for metric, function in OOD_METRICS.items():
             value = function(*values)
@@ -101,16 +102,11 @@ def score_both(
     in_domain: Prediction, ood: Prediction, fitted: Mapping[str, FittedScore]
 ) -> dict[str, tuple[Tensor, Tensor]]:
     """In-domain and OOD scores by name, of all scores that apply to both; of real targets, the variance alone."""
-    if in_domain.likelihood == "gaussian":
-        return {"variance": (SCORES["variance"](in_domain), SCORES["variance"](ood))}
-    both = (in_domain, ood)
+    likelihood, both = likelihood_of(in_domain), (in_domain, ood)
+    if not likelihood.of_classes:
+        return {likelihood.doubt: (in_domain.score(likelihood.doubt), ood.score(likelihood.doubt))}
     scores = {n: (s(in_domain), s(ood)) for n, s in SCORES.items() if all(map(s.applies, both))}
     return scores | {n: (s.score(in_domain), s.score(ood)) for n, s in fitted.items() if all(map(s.applies, both))}
-
-
-def paper_score(prediction: Prediction) -> str:
-    """The name of the score by which the paper tells in-domain from OOD inputs; the variance for real targets."""
-    return "variance" if prediction.probs is None else "max_probability"
 
 
 def fit_scores(predict: Callable[[Any], Prediction], train: Iterable[Any], num_classes: int) -> dict[str, FittedScore]:
@@ -142,7 +138,7 @@ def _rejected(prediction: Prediction) -> float:
 def _distance_correlation(task: Task, predictions: Mapping[str, Prediction]) -> float:
     """How well the uncertainty of test and OOD inputs follows their distance to the training data."""
     parts = {"test": task.test, **{f"ood/{name}": data for name, data in task.ood.items()}}
-    score = paper_score(predictions["test"])
+    score = likelihood_of(predictions["test"]).doubt
     uncertainty = torch.cat([predictions[part].score(score) for part in parts])
     x = torch.cat([data.tensors[0] for data in parts.values()])
     return distance_correlation(uncertainty, x, task.train.tensors[0])

@@ -38,7 +38,7 @@ import torch
 from torch import Tensor
 
 from afield.prediction.checks import check_labels
-from afield.prediction.prediction import Prediction
+from afield.prediction.prediction import Prediction, likelihood_of
 from afield.prediction.risk_coverage import RiskCoverage, risk_coverage
 from afield.prediction.scores import max_probability
 from afield.registry import Registry
@@ -227,7 +227,7 @@ def _risk_coverage(prediction: Prediction, target: Tensor) -> RiskCoverage:
 
 def _numbers(prediction: Prediction, target: Tensor) -> Tensor:
     """Return the targets (N, K) of a gaussian prediction in float64, checked."""
-    if prediction.likelihood != "gaussian":
+    if not likelihood_of(prediction).noisy:
         raise ValueError(f"This metric expects a gaussian prediction, got a {prediction.likelihood} one. See METRICS.")
     if not len(prediction):
         raise ValueError("Metrics expect at least one example, got none.")

@@ -10,7 +10,9 @@ from afield.experiment import paper, run_folder
 from afield.experiment.evaluation import ALPHA
 from afield.experiment.metric_name import MetricName
 from afield.experiment.run_folder import Run
+from afield.gp.likelihoods import LIKELIHOODS
 from afield.prediction.metrics import HIGHER_IS_BETTER
+from afield.prediction.prediction import likelihood_of
 from afield.report.groups import Group
 from afield.report.tables import Column, Table, Values, find_in_paper, format_from_paper, make_table
 
@@ -71,7 +73,7 @@ def ood_sets(groups: Sequence[Group]) -> list[str]:
 def paper_score_of(groups: Sequence[Group]) -> str:
     """The score of `auroc/OOD`, which names none. Runs on real targets are known by their RMSE."""
     real = any(name.metric == "rmse" for name in metrics_of(groups))
-    return "variance" if real else "max_probability"
+    return LIKELIHOODS["gaussian" if real else "categorical"].doubt
 
 
 def main_table(task: str, groups: Sequence[Group]) -> Table:
@@ -165,7 +167,7 @@ def _grid_errors(run: Run, reference: Run) -> tuple[float, float] | None:
     if "grid" not in a.parts or "grid" not in b.parts or not torch.equal(a.array("grid/x"), b.array("grid/x")):
         return None
     p, q = a.prediction("grid"), b.prediction("grid")
-    if p.likelihood != "gaussian" or q.likelihood != "gaussian" or p.variance is None or q.variance is None:
+    if not all(likelihood_of(each).noisy and each.variance is not None for each in (p, q)):
         return None
     mean, std = ((x.double() - y.double()).square().mean().sqrt() for x, y in ((p.mean, q.mean), (p.std, q.std)))
     return float(mean), float(std)

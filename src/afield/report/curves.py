@@ -8,6 +8,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from afield.prediction.metrics import NUM_BINS, auroc
+from afield.prediction.prediction import likelihood_of
 from afield.prediction.risk_coverage import risk_coverage
 from afield.prediction.scores import SCORES
 from afield.report.columns import display_name
@@ -221,7 +222,7 @@ def _confidence(each: GroupPredictions) -> tuple[Tensor, Tensor]:
 
 
 def _score_name(each: GroupPredictions) -> str:
-    return "variance" if each.test.probs is None else "dempster_shafer"
+    return likelihood_of(each.test).score
 
 
 def _scores(each: GroupPredictions) -> tuple[Tensor, dict[str, Tensor]] | None:

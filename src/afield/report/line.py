@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from afield.prediction.prediction import Prediction
+from afield.prediction.prediction import Prediction, likelihood_of
 from afield.report.groups import GroupPredictions
 from afield.report.plots import (
     FAINT,
@@ -61,7 +61,7 @@ def draw_line(task: str, groups: Sequence[GroupPredictions]) -> Picture | None:
 
 def draw_interval_reliability(task: str, groups: Sequence[GroupPredictions]) -> Picture | None:
     """Part of the targets inside the central interval against its level."""
-    drawn = [each for each in groups if each.test.likelihood == "gaussian" and each.test.variance is not None]
+    drawn = [each for each in groups if likelihood_of(each.test).noisy and each.test.variance is not None]
     drawn = [each for each in drawn if "test/y" in each.arrays and bool((each.test.std > 0).all())]
     if not drawn:
         return None
@@ -99,6 +99,6 @@ def interval_coverages(prediction: Prediction, target: Tensor, levels: Tensor) -
 
 def _linear(each: GroupPredictions) -> bool:
     names = {"grid/x", "train/x", "train/y"}
-    if each.grid is None or each.grid.likelihood != "gaussian" or not names <= set(each.arrays):
+    if each.grid is None or not likelihood_of(each.grid).noisy or not names <= set(each.arrays):
         return False
     return each.arrays["grid/x"].flatten(1).shape[1] == 1 and each.grid.logits.shape[1] == 1
