@@ -26,8 +26,8 @@ from sklearn.utils.estimator_checks import parametrize_with_checks
 
 import afield
 from afield import estimators
-from afield.estimators import SNGPClassifier, SNGPRegressor, network, posterior
-from afield.estimators.network import Rows
+from afield.estimators import SNGPClassifier, SNGPRegressor, network, posterior, stream
+from afield.estimators.rows import Rows, split
 from afield.prediction.metrics import auroc
 
 SMALL = {"width": 8, "num_random_features": 32, "max_iter": 10, "batch_size": 64}
@@ -94,7 +94,7 @@ def by_hand(estimator, x: np.ndarray, y: torch.Tensor) -> tuple[afield.SNGP, Row
     rows = Rows(torch.from_numpy(x), y, torch.ones(len(x), dtype=torch.float64))
     groups = y if y.dim() == 1 else torch.zeros(len(y))
     generator = torch.Generator().manual_seed(estimator._seed)
-    index, held = network.split(groups, estimator._num_held_out(len(x)), generator)
+    index, held = split(groups, estimator._num_held_out(len(x)), generator)
     model = copy.deepcopy(estimator.model_)
     model.head.reset_posterior()
     return model, rows[index], rows[held]
@@ -167,7 +167,6 @@ def test_whole_weights_are_repeated_rows(likelihood: str, weights: list[int]) ->
     torch.testing.assert_close(model.head.precision.data, other.head.precision.data, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(model.head.noise, other.head.noise, rtol=1e-6, atol=0.0)
     torch.testing.assert_close(model.head.weight, other.head.weight, rtol=1e-5, atol=1e-6)
-    assert torch.equal(once.repeated().x, repeated.x)
     mean, std = once.moments(once.x)
     torch.testing.assert_close(mean, repeated.x.mean(0), rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(std, repeated.x.std(0, correction=0), rtol=1e-12, atol=1e-12)
@@ -204,14 +203,22 @@ def test_merged_rows_are_the_same_data_in_any_order() -> None:
     assert torch.equal(merged.y, again.y)
 
 
-def test_repeated_rows_follow_fractional_weights() -> None:
-    _, rows = model_and_rows("gaussian", rows=1000)
-    weight = 0.3 + torch.rand(1000, dtype=torch.float64)
-    weight *= 1500 / weight.sum()
-    repeated = replace(rows, weight=weight).repeated()
-    assert abs(len(repeated) - 1500) <= 1
-    few = replace(rows, weight=weight / 1e6).repeated()  # weights that add to less than the rows are scaled up
-    assert len(few) == 1000
+def test_held_out_rows_calibrate_by_their_weights() -> None:
+    """Whole weights calibrate as repeated rows do, tiny ones as their number; no row is copied, however heavy."""
+    model, rows = model_and_rows("gaussian", rows=80)
+    weight = torch.arange(40, dtype=torch.float64) % 3 + 1
+    held = replace(rows[40:], weight=weight)
+    posterior.finish(model, rows[:40])
+    models = [copy.deepcopy(model) for _ in range(4)]
+    again = rows[40 + torch.repeat_interleave(torch.arange(40), weight.long())]
+    for other, given_rows in zip(
+        models, (held, again, replace(held, weight=1e-9 * weight), replace(held, weight=1e9 * weight)), strict=True
+    ):
+        posterior.calibrate_on(other, given_rows, stopped=True, seed=0)
+    noise = [float(m.head.noise) for m in models]
+    assert noise[0] == pytest.approx(noise[1], rel=0.05)  # all but one of the rows choose, and which one differs
+    assert noise[2] == pytest.approx(noise[0], rel=0.05)
+    assert [m.head.reference.numel() for m in models] == [40, 79, 40, 40]
 
 
 def test_balanced_classes_are_weights_by_class() -> None:
@@ -233,8 +240,8 @@ def test_balanced_classes_are_weights_by_class() -> None:
 def test_gaussian_stream_is_all_rows_at_once() -> None:
     model, rows = model_and_rows("gaussian", rows=90)
     posterior.finish(model, rows[:30])
-    posterior.learn(model, rows[30:60])
-    posterior.learn(model, rows[60:])
+    stream.learn(model, rows[30:60])
+    stream.learn(model, rows[60:])
     phi, noise = model.head.features(model.hidden(rows.x)), float(model.head.noise)
     exact = torch.linalg.solve(phi.T @ phi + noise * torch.eye(24).double(), phi.T @ rows.y)
     torch.testing.assert_close(model.head.weight.T, exact, rtol=1e-7, atol=1e-8)
@@ -245,9 +252,9 @@ def test_gaussian_stream_forgets() -> None:
     model, rows = model_and_rows("gaussian", rows=60)
     posterior.finish(model, rows[:40])
     before = copy.deepcopy(model.head.state_dict())
-    posterior.learn(model, rows[40:])
+    stream.learn(model, rows[40:])
     assert not torch.allclose(model.head.weight, before["weight"], rtol=1e-3)
-    posterior.learn(model, replace(rows[40:], weight=-rows[40:].weight))
+    stream.forget(model, rows[40:])
     torch.testing.assert_close(model.head.weight.data, before["weight"], rtol=1e-7, atol=1e-8)
     torch.testing.assert_close(model.head.precision.data, before["precision.data"], rtol=1e-9, atol=1e-9)
 
@@ -257,7 +264,7 @@ def test_a_change_of_noise_between_two_parts_is_taken_into_account() -> None:
     posterior.finish(model, rows[:40])
     before = float(model.head.noise)
     model.head.set_scalars(noise=3 * before)
-    posterior.learn(model, rows[40:], noise=before)
+    stream.learn(model, rows[40:], noise=before)
     phi = model.head.features(model.hidden(rows.x))
     exact = torch.linalg.solve(phi.T @ phi + 3 * before * torch.eye(24).double(), phi.T @ rows.y)
     torch.testing.assert_close(model.head.weight.T, exact, rtol=1e-7, atol=1e-8)
@@ -268,7 +275,7 @@ def test_categorical_stream_minimises_its_objective() -> None:
     posterior.finish(model, rows[:40])
     old, gram, new = model.head.weight.detach().clone(), model.head.precision.data[0].clone(), rows[40:]
     new = replace(new, weight=torch.linspace(0.5, 2, 20, dtype=torch.float64))
-    posterior.learn(model, new)
+    stream.learn(model, new)
     phi = model.head.features(model.hidden(new.x)).detach()
     p = (phi @ old.T).softmax(1)
     q = float((1 - p.square().sum(1)).mean()) / 2
@@ -518,7 +525,7 @@ def test_warm_start_goes_on(moons) -> None:
 
 def test_split_keeps_every_class_and_its_share() -> None:
     groups = torch.tensor([0] * 60 + [1] * 39 + [2])
-    index, held = network.split(groups, 24, torch.Generator().manual_seed(0))
+    index, held = split(groups, 24, torch.Generator().manual_seed(0))
     assert sorted(torch.cat([index, held]).tolist()) == list(range(100))
     assert 2 in groups[index]
     assert abs(int((groups[held] == 0).sum()) - 0.6 * 24) <= 1

@@ -20,7 +20,7 @@ from afield.methods.gp_exact import as_regression, fit_kernel, gp_exact, standar
 from afield.methods.gp_hmc import SampledWeights, gp_hmc
 from afield.methods.gp_random_features import gp_random_features
 from afield.methods.gp_variational import gp_variational
-from afield.methods.kernel import Kernel, KernelModel, import_gpytorch, pivots
+from afield.methods.kernel import FittedKernel, KernelModel, import_gpytorch, pivots
 from afield.methods.method import Method
 from afield.prediction.prediction import Prediction
 from afield.prediction.predictive import quadrature, to_probs
@@ -59,7 +59,7 @@ def classifiers(two_moons: Task) -> dict[str, nn.Module]:
     return {name: fit(two_moons, method) for name, method in GP.items()}
 
 
-def closed_form(task: Task, kernel: Kernel, x: Tensor) -> tuple[Tensor, Tensor]:
+def closed_form(task: Task, kernel: FittedKernel, x: Tensor) -> tuple[Tensor, Tensor]:
     """k_*^T (K + D)^-1 t and k_** - k_*^T (K + D)^-1 k_*, (N, K) each, with no coordinates in between."""
     train, y = (t.double() for t in task.train.tensors)
     gaussian = task.settings.likelihood == "gaussian"
@@ -91,7 +91,7 @@ def errors(prediction: Prediction, exact: Prediction) -> tuple[float, float]:
 def test_pivots_know_the_function_at_all_inputs(n: int, d: int, seed: int, scale: float):
     x = torch.randn(n, d, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     x = torch.cat([x, x[: n // 2]])  # copies add nothing
-    kernel, model = Kernel(scale, 2.0), KernelModel(Settings(), {})
+    kernel, model = FittedKernel(scale, 2.0), KernelModel(Settings(), {})
     model.place(pivots(x, kernel, 1e-8), kernel)
     phi, rest = model.features(x)
     assert len(model.anchors) <= n
@@ -99,7 +99,7 @@ def test_pivots_know_the_function_at_all_inputs(n: int, d: int, seed: int, scale
     torch.testing.assert_close(phi @ phi.T, kernel(x, x), rtol=0, atol=5e-8)
 
 
-def log_evidence(task: Task, kernel: Kernel) -> float:
+def log_evidence(task: Task, kernel: FittedKernel) -> float:
     x, y = (t.double() for t in task.train.tensors)
     normal = torch.distributions.MultivariateNormal(
         torch.zeros(len(x), dtype=torch.float64), kernel(x, x) + kernel.noise * torch.eye(len(x))

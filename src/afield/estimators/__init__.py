@@ -28,7 +28,7 @@ except ImportError as error:
     raise ImportError('afield.estimators needs scikit-learn 1.6 or later: pip install "afield[sklearn]"') from error
 
 from afield.estimators.estimator import Floats, SNGPEstimator, check_weights, parameters
-from afield.estimators.network import Rows
+from afield.estimators.rows import Rows
 
 
 @parameters

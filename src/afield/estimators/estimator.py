@@ -1,7 +1,7 @@
 """What both scikit-learn estimators share: parameters, fitting, streams, validation, pickling."""
 
 import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Self
 
 import numpy as np
@@ -11,8 +11,11 @@ from sklearn.base import BaseEstimator
 from sklearn.utils import check_array, check_random_state
 from sklearn.utils.validation import check_is_fitted, validate_data
 
-from afield.estimators.network import Rows, Training, network, predict, split, standardize, train
-from afield.estimators.posterior import FEWEST_HELD_OUT, calibrated, finish, learn_on
+from afield.estimators.network import Training, network, predict, standardize, train
+from afield.estimators.posterior import FEWEST_HELD_OUT, calibrate_on, finish
+from afield.estimators.rows import Rows, split
+from afield.estimators.stream import forget, learn, learn_keeping_reference
+from afield.gp.likelihoods import LIKELIHOODS
 from afield.model.sngp_model import SNGP
 from afield.prediction.prediction import Prediction
 
@@ -123,7 +126,8 @@ class SNGPEstimator(Fitted):
         """`rows` have standardised targets and positive weights."""
         self._check_parameters()
         self._seed = int(check_random_state(self.random_state).randint(2**31 - 1))
-        groups = rows.y if likelihood == "categorical" else torch.zeros(len(rows))
+        numbers = LIKELIHOODS[likelihood].noisy
+        groups = torch.zeros(len(rows)) if numbers else rows.y
         index, rest = split(groups, self._num_held_out(len(rows)), torch.Generator().manual_seed(self._seed))
         trained, held = rows[index].merged(), rows[rest]
         with torch.random.fork_rng(devices=()):
@@ -140,11 +144,11 @@ class SNGPEstimator(Fitted):
         finish(model, trained)
         if len(held) >= FEWEST_HELD_OUT:
             noise = float(model.head.noise)
-            calibrated(model, held, stopped=self.early_stopping, seed=self._seed)
-            if likelihood == "gaussian" or self.early_stopping:
-                learn_on(model, held, noise=noise)
+            calibrate_on(model, held, stopped=self.early_stopping, seed=self._seed)
+            if numbers or self.early_stopping:
+                learn_keeping_reference(model, held, noise=noise)
         # Numbers can be unlearnt and serve again; what a classifier has learnt is no longer held out.
-        kept = held if likelihood == "gaussian" or not self.early_stopping else held[:0]
+        kept = held if numbers or not self.early_stopping else held[:0]
         self._architecture, self._held_out, self._num_seen, self.model_ = architecture, kept, len(rows), model
         self.loss_curve_, self.held_out_loss_curve_, self.n_iter_ = history.loss, history.held_out, len(history.loss)
         return self
@@ -154,18 +158,18 @@ class SNGPEstimator(Fitted):
         draws = np.random.default_rng([self._seed, self._num_seen]).random(len(rows))
         hold = torch.from_numpy(draws < (self.validation_fraction or 0.0))
         model, old = self.model_, self._held_out
-        numbers = model.head.likelihood == "gaussian"
+        numbers = LIKELIHOODS[model.head.likelihood].noisy
         if numbers and len(old) >= FEWEST_HELD_OUT:
-            learn_on(model, replace(old, weight=-old.weight))
+            forget(model, old)
         pool = old + rows[hold]
         self._held_out = held = pool[-_MOST_HELD_OUT:]
         if len(new := rows[~hold] + pool[:-_MOST_HELD_OUT]):
-            learn_on(model, new)
+            learn(model, new)
         if len(held) >= FEWEST_HELD_OUT:
             noise = float(model.head.noise)
-            calibrated(model, held, stopped=self.early_stopping, seed=self._seed)
+            calibrate_on(model, held, stopped=self.early_stopping, seed=self._seed)
             if numbers:
-                learn_on(model, held, noise=noise)
+                learn_keeping_reference(model, held, noise=noise)
         self._num_seen += len(rows)
         return self
 

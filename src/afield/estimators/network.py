@@ -1,97 +1,30 @@
-"""Rows of a table, the network for them, and its training: what both scikit-learn estimators are made of.
+"""The network for a table, and its training.
 
     x -> (x - shift) / scale -> ResFFN, bounded -> phi(h)^T B
 
-A row of weight w counts as w rows: in the moments that standardise and in the loss.
+Weights of the rows count in the moments that standardise and in the loss.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from afield.backbones.resffn import ResFFN
 from afield.errors import Diverged
+from afield.estimators.rows import CHUNK, Rows
 from afield.experiment.training import make_optimizer, schedule
+from afield.gp.likelihoods import LIKELIHOODS
 from afield.model.convert import sngp
 from afield.model.evaluating import evaluating
 from afield.model.sngp_model import SNGP
 from afield.prediction.prediction import Prediction
 from afield.settings import Settings
 
-CHUNK = 4096  # rows at a time, without gradients
 LENGTH_SCALE_FRACTION = 1.5  # of the median distance between hidden vectors, where no length scale is given
-_LOSSES: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "categorical": lambda f, y: F.cross_entropy(f, y, reduction="none"),
-    "gaussian": lambda f, y: 0.5 * (f - y).square().sum(1),
-}
-
-
-@dataclass(frozen=True)
-class Rows:
-    """Inputs (N, d) in float64, targets (N,) of classes or (N, K) of numbers, weights (N,)."""
-
-    x: Tensor
-    y: Tensor
-    weight: Tensor
-
-    def __len__(self) -> int:
-        return len(self.x)
-
-    def __getitem__(self, index: Any) -> "Rows":
-        return Rows(self.x[index], self.y[index], self.weight[index])
-
-    def __add__(self, other: "Rows") -> "Rows":
-        return Rows(torch.cat([self.x, other.x]), torch.cat([self.y, other.y]), torch.cat([self.weight, other.weight]))
-
-    def merged(self) -> "Rows":
-        """Equal rows as one, in an order of their own: then a weight of 2 and a row given twice are the same data."""
-        table = torch.cat([self.x, self.y.reshape(len(self), -1).double()], dim=1)
-        distinct, which = table.unique(dim=0, return_inverse=True)
-        first = torch.full((len(distinct),), len(self)).scatter_reduce(0, which, torch.arange(len(self)), "amin")
-        weight = torch.zeros(len(distinct), dtype=torch.float64).index_add_(0, which, self.weight)
-        return replace(self[first], weight=weight)
-
-    def repeated(self) -> "Rows":
-        """Every row as often as its weight says, with weight 1; at least as many rows as there are."""
-        weight = self.weight * max(1.0, len(self) / float(self.weight.sum()))
-        ends = weight.cumsum(0).round().long()
-        again = self[torch.repeat_interleave(torch.arange(len(self)), ends.diff(prepend=ends.new_zeros(1)))]
-        return replace(again, weight=torch.ones_like(again.weight))
-
-    def moments(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Weighted mean and standard deviation of the columns of values (N, k); 1 where a column is constant."""
-        part = (self.weight / self.weight.sum())[:, None]
-        mean = (part * values).sum(0)
-        std = (part * (values - mean).square()).sum(0).sqrt()
-        return mean, torch.where(std > 1e-9 * (1 + mean.abs()), std, torch.ones_like(std))
-
-    def batches(self) -> list[tuple[Tensor, Tensor]]:
-        """What `fit_posterior`, `fit_head` and `calibrate` take."""
-        return [(part.x, part.y) for part in self.parts()]
-
-    def parts(self) -> Iterator["Rows"]:
-        return (self[start : start + CHUNK] for start in range(0, len(self), CHUNK))
-
-
-def split(groups: Tensor, count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Indices to train on and `count` to hold out, in proportion to the groups; one of every group is trained on."""
-    order = torch.randperm(len(groups), generator=generator)
-    order = order[groups[order].argsort(stable=True)]
-    ordered = groups[order]
-    first = torch.ones(len(order), dtype=torch.bool)
-    first[1:] = ordered[1:] != ordered[:-1]
-    candidates = order[~first]
-    if not 0 < count <= len(candidates):
-        return torch.arange(len(groups)), order[:0]
-    held = candidates[torch.linspace(0, len(candidates) - 1, count).round().long()]
-    rest = torch.ones(len(groups), dtype=torch.bool)
-    rest[held] = False
-    return rest.nonzero().flatten(), held
 
 
 class Standardize(nn.Module):
@@ -157,7 +90,7 @@ def train(model: SNGP, rows: Rows, held: Rows, how: Training) -> History:
     """
     net = model.net
     assert isinstance(net, nn.Sequential)
-    body, loss_of, history = net[1:].float(), _LOSSES[model.head.likelihood], History([], [])
+    body, loss_of, history = net[1:].float(), LIKELIHOODS[model.head.likelihood].loss, History([], [])
     (z, y, w), (z_held, y_held, w_held) = ((net[0](r.x).float(), _single(r.y), r.weight.float()) for r in (rows, held))
     w, w_held = w / w.mean(), w_held / w_held.sum()
     settings = Settings(

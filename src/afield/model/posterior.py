@@ -134,7 +134,7 @@ def noise_variance(head: GaussianProcessHead, gram: Tensor, squares: float, coun
     Weights trained on these examples fit part of the noise: trace((G + r s^2 I)^-1 G) directions' worth of it.
     """
     values = torch.linalg.eigvalsh(gram).clamp_min(0)
-    rows, noise = count / head.out_features, squares / count
+    rows, noise = count / head.out_features, max(squares / count, 1e-12)
     for _ in range(100):
         used = 0.0 if head.mean is not None else float((values / (values + float(head.ridge) * noise)).sum())
         before, noise = noise, max(squares / head.out_features / max(rows - used, 1.0), 1e-12)
