@@ -21,12 +21,13 @@ if TYPE_CHECKING:
     from afield.bounds.spectral import bound, fold
     from afield.decide.policies import policy
     from afield.estimators import SNGPClassifier, SNGPRegressor
+    from afield.experiment.model_folder import load
     from afield.gp.head import GaussianProcessHead
     from afield.model.calibration import calibrate
     from afield.model.convert import attach, sngp
     from afield.model.output_weights import fit_head
     from afield.model.posterior import fit_posterior
-    from afield.model.saving import load, save
+    from afield.model.saving import save
     from afield.model.sngp_model import SNGP
     from afield.prediction.prediction import Prediction
 
@@ -61,7 +62,7 @@ _HOME = {  # of the public names
     "fit_head": "model.output_weights",
     "fit_posterior": "model.posterior",
     "fold": "bounds.spectral",
-    "load": "model.saving",
+    "load": "experiment.model_folder",
     "policy": "decide.policies",
     "save": "model.saving",
     "sngp": "model.convert",

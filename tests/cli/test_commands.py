@@ -25,13 +25,13 @@ ROOT = Path(__file__).parents[2]
 TINY = ("--preset", "smoke", "--epochs", "1")
 
 
-def said(capsys: pytest.CaptureFixture[str]) -> str:
+def output_of(capsys: pytest.CaptureFixture[str]) -> str:
     return capsys.readouterr().out
 
 
 def test_demo_prints_a_table_and_writes_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     main(["demo", "--out", str(tmp_path / "out"), "--epochs", "1", "--jobs", "1"])
-    text = said(capsys)
+    text = output_of(capsys)
     for name in ("dnn", "dnn-sn", "dnn-gp", "sngp", "AUROC", "NLL"):
         assert name in text
     page = tmp_path / "out" / "report" / "index.html"
@@ -41,7 +41,7 @@ def test_demo_prints_a_table_and_writes_a_report(tmp_path: Path, capsys: pytest.
 
 def test_version(capsys: pytest.CaptureFixture[str]):
     main(["--version"])
-    assert said(capsys) == f"afield {__version__}\n"
+    assert output_of(capsys) == f"afield {__version__}\n"
 
 
 @pytest.mark.parametrize("arguments", [["--help"], [], *([name, "--help"] for name in COMMANDS)])
@@ -49,7 +49,7 @@ def test_help(arguments: list[str], capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit) as stop:
         main(arguments)
     assert stop.value.code == 0
-    assert (arguments[0] if arguments and arguments[0] in COMMANDS else "demo") in said(capsys)
+    assert (arguments[0] if arguments and arguments[0] in COMMANDS else "demo") in output_of(capsys)
 
 
 def test_help_of_a_task_shows_its_own_settings(capsys: pytest.CaptureFixture[str]):
@@ -59,7 +59,7 @@ def test_help_of_a_task_shows_its_own_settings(capsys: pytest.CaptureFixture[str
     ):
         with pytest.raises(SystemExit):
             main(arguments)
-        text = said(capsys)
+        text = output_of(capsys)
         assert expected in text
         assert "two-moons" in text
         assert "deep-ensemble" in text
@@ -68,23 +68,23 @@ def test_help_of_a_task_shows_its_own_settings(capsys: pytest.CaptureFixture[str
 def test_train_then_evaluate(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     arguments = ["train", "two-moons", *TINY, "--out", str(tmp_path), "--method", "sngp", "--ridge", "0.5"]
     main(arguments)
-    text = said(capsys)
+    text = output_of(capsys)
     assert "accuracy/clean" in text
     assert "parameters" in text
     folder = tmp_path / "two-moons" / "sngp" / "0"
     run = run_folder.read(folder)
     assert (run.config["ridge"], run.config["epochs"]) == (0.5, 1)
     main([*arguments[:-1], "0.5"])  # is there already
-    assert f"{run.metrics['accuracy/clean']:.4f}" in said(capsys)
+    assert f"{run.metrics['accuracy/clean']:.4f}" in output_of(capsys)
 
     np.savez(tmp_path / "mine.npz", x=np.full((20, 2), 50.0, dtype=np.float32))
     main(["evaluate", str(folder), "--ood", str(tmp_path / "mine.npz")])
-    text = said(capsys)
+    text = output_of(capsys)
     assert "auroc/mine" in text
     assert f"{run.metrics['nll/clean']:.4f}" in text
     assert "fpr95/far/entropy" not in text
     main(["evaluate", str(folder), "--all"])
-    assert "fpr95/far/entropy" in said(capsys)
+    assert "fpr95/far/entropy" in output_of(capsys)
 
 
 def test_config_file_starts_the_same_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -141,7 +141,7 @@ def test_ctrl_c_says_how_to_go_on(tmp_path: Path):
     assert process.returncode == 1
     assert errors.strip().splitlines()[-1].startswith("afield: stopped. The same command goes on")
     assert "Traceback" not in errors
-    assert not run_folder.finished(checkpoint.parent)
+    assert not run_folder.is_finished(checkpoint.parent)
 
 
 def test_reproduce_goes_on_and_writes_the_report(
@@ -151,7 +151,7 @@ def test_reproduce_goes_on_and_writes_the_report(
     monkeypatch.setitem(SUITES, "little", Suite("Little", methods, {"smoke": 1}))
     arguments = ["reproduce", "little", "--preset", "smoke", "--methods", "dnn", "--jobs", "1", "--out", str(tmp_path)]
     main(arguments)
-    assert "2 runs" in said(capsys)
+    assert "2 runs" in output_of(capsys)
     assert {r.task for r in run_folder.find(tmp_path)} == {"toy-regression", "two-ovals"}
     stamps = {r.folder: (r.folder / "metrics.json").stat().st_mtime_ns for r in run_folder.find(tmp_path)}
     main([*arguments, "--seeds", "2"])
@@ -198,7 +198,7 @@ def test_grid_has_all_combinations_in_the_settings_types():
 def test_sweep_goes_on_and_writes_a_config_for_train(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     arguments = ["sweep", "two-moons", *TINY, "--out", str(tmp_path), "--amplitudes", "1.0"]
     main([*arguments, "--grid", "bound=0.9"])
-    assert "chosen" in said(capsys)
+    assert "chosen" in output_of(capsys)
     (first,) = tmp_path.rglob("metrics.json")
     assert not [name for name in json.loads(first.read_text())["metrics"] if not name.endswith("/val")]  # no test data
     stamp = first.stat().st_mtime_ns
@@ -238,7 +238,7 @@ def test_sweep_leaves_out_what_diverges(tmp_path: Path, capsys: pytest.CaptureFi
         main([*arguments, "--grid", "learning-rate=1e30,1e31"])
     assert not list(tmp_path.rglob("choice.*"))
     main([*arguments, "--grid", "learning-rate=1e-3,1e30"])
-    assert "diverged" in said(capsys)
+    assert "diverged" in output_of(capsys)
     (choice,) = tmp_path.rglob("choice.json")
     record = json.loads(choice.read_text())
     assert record["chosen"]["changes"] == {"learning_rate": 1e-3}
@@ -261,7 +261,7 @@ def test_sweep_takes_a_run_without_a_finite_nll_for_diverged(tmp_path: Path):
 
 def test_settings_page_is_up_to_date(capsys: pytest.CaptureFixture[str]):
     main(["settings"])
-    text = said(capsys)
+    text = output_of(capsys)
     assert text == page() == (ROOT / "docs" / "settings.md").read_text(encoding="utf-8"), (
         "run: afield settings > docs/settings.md"
     )

@@ -1,4 +1,4 @@
-"""Two processes train, fit, predict and judge as one does; one that dies is reported, and the run goes on."""
+"""Two processes train, fit, predict and evaluate as one does; one that dies is reported, and the run goes on."""
 
 import dataclasses
 import importlib
@@ -33,7 +33,7 @@ from afield.experiment.config import Config
 from afield.experiment.launch import Processes, connect, free_port
 from afield.experiment.one_run import run
 from afield.experiment.run_folder import Run
-from afield.experiment.training import _Shares, batches, fit
+from afield.experiment.training import ShareSampler, batches, fit
 from afield.methods import METHODS, Method
 from afield.settings import Settings
 from afield.tasks import TASKS, Task
@@ -159,16 +159,16 @@ def worker(rank: int, folder: Path, port: str) -> None:
     ddp = connect(Processes(2, accelerator="cpu"))
     assert (ddp.global_rank, ddp.world_size) == (rank, 2)
     fsdp = connect(Processes(2, accelerator="cpu", strategy="fsdp"))
-    fsdp.strategy._parallelize_fn = partial(launch.shard, unit=1)  # blocks of their own, though they are small
-    made: dict[str, Any] = {}
+    fsdp.strategy._parallelize_fn = partial(launch.shard, block_size=1)  # blocks of their own, though they are small
+    results: dict[str, Any] = {}
     for name, strategy in (("ddp", ddp), ("fsdp", fsdp)):
         for training in CASES[name]:
-            made[f"{training}, {name}"] = TRAININGS[training](strategy).state_dict()
+            results[f"{training}, {name}"] = TRAININGS[training](strategy).state_dict()
         pair = stopped_and_resumed(strategy, folder / f"{name}.pt")
-        made[f"whole, {name}"], made[f"resumed, {name}"] = (m.state_dict() for m in pair)
+        results[f"whole, {name}"], results[f"resumed, {name}"] = (m.state_dict() for m in pair)
     losses: list[float] = []
     fit(shuffled(), doubled(METHODS["dnn"]), fabric=ddp, on_epoch=lambda _, loss: losses.append(loss))
-    made["losses"] = losses
+    results["losses"] = losses
     with pytest.raises(ValueError, match="fitted in one pass, not by gradient steps"):
         fit(shuffled(), METHODS["frozen-gp"], fabric=ddp)
     with pytest.raises(ValueError, match=r"FSDP gives weights back after every pass, .* use --strategy ddp"):
@@ -177,13 +177,13 @@ def worker(rank: int, folder: Path, port: str) -> None:
         fit(shuffled(100, Noisy), SNGP64, fabric=fsdp, checkpoint=folder / "ddp.pt", batch_size=30)
     epochs: list[int] = []
     run(Config.of(**CONFIG), folder / "two", fabric=ddp, on_epoch=lambda epoch, *_: epochs.append(epoch))
-    made["epochs"] = epochs
-    made["metrics"] = dict(run(Config.of(**CONFIG), folder / "two", fabric=ddp).metrics)  # is there
+    results["epochs"] = epochs
+    results["metrics"] = dict(run(Config.of(**CONFIG), folder / "two", fabric=ddp).metrics)  # is there
     try:
         run(Config.of(**CONFIG, ridge=2.0), folder / "two", fabric=ddp)
     except ValueError as error:
-        made["refused"] = (type(error).__name__, str(error))
-    torch.save(made, folder / f"{rank}.pt")
+        results["refused"] = (type(error).__name__, str(error))
+    torch.save(results, folder / f"{rank}.pt")
     if rank == 1:
         DIES_AT.append(10)  # in the second epoch of seven steps
     with pytest.raises(ConnectionError) as lost:
@@ -193,9 +193,9 @@ def worker(rank: int, folder: Path, port: str) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def registered() -> Iterator[None]:
-    TASKS._entries["tiny"], METHODS._entries["sngp64"] = Recipe(tiny, presets(SETTINGS)), SNGP64
+    TASKS["tiny"], METHODS["sngp64"] = Recipe(tiny, presets(SETTINGS)), SNGP64
     yield
-    del TASKS._entries["tiny"], METHODS._entries["sngp64"]
+    del TASKS["tiny"], METHODS["sngp64"]
 
 
 @pytest.fixture(scope="module")
@@ -212,7 +212,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def made(folder: Path) -> list[dict[str, Any]]:
+def results(folder: Path) -> list[dict[str, Any]]:
     return [torch.load(folder / f"{rank}.pt") for rank in BOTH]
 
 
@@ -226,26 +226,26 @@ def bitwise(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
 
 
 @pytest.mark.parametrize(("training", "strategy"), EACH)
-def test_two_processes_make_the_model_of_one(training: str, strategy: str, made: list[dict[str, Any]]):
+def test_two_processes_make_the_model_of_one(training: str, strategy: str, results: list[dict[str, Any]]):
     """Weights, length scale, vectors, posterior, calibration; uneven batches, and ranks without examples."""
     alone = TRAININGS[training](None).state_dict()
     for rank in BOTH:
-        ours = made[rank][f"{training}, {strategy}"]
+        ours = results[rank][f"{training}, {strategy}"]
         assert ours.keys() == alone.keys()
         for name, tensor in alone.items():
             torch.testing.assert_close(ours[name], tensor, rtol=1e-10, atol=1e-10, msg=lambda m, n=name: f"{n}: {m}")
 
 
 @pytest.mark.parametrize(("training", "strategy"), [*EACH, ("whole", "ddp"), ("whole", "fsdp")])
-def test_ranks_agree_to_the_bit(training: str, strategy: str, made: list[dict[str, Any]]):
+def test_ranks_agree_to_the_bit(training: str, strategy: str, results: list[dict[str, Any]]):
     name = f"{training}, {strategy}"
-    assert bitwise(made[0][name], made[1][name])
+    assert bitwise(results[0][name], results[1][name])
 
 
-def test_bounds_were_at_work(made: list[dict[str, Any]]):
+def test_bounds_were_at_work(results: list[dict[str, Any]]):
     """Else vectors would agree because nothing moved them."""
     model = SNGP64.build(Small, 3, SETTINGS)
-    model.load_state_dict(made[1]["shuffled, ddp"])
+    model.load_state_dict(results[1]["shuffled, ddp"])
     bounds = [b for m in model.modules() if (b := bound_of(m)) is not None]
     assert len(bounds) == 2
     for b in bounds:
@@ -254,9 +254,9 @@ def test_bounds_were_at_work(made: list[dict[str, Any]]):
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_stopped_training_ends_where_it_would_have_ended(strategy: str, made: list[dict[str, Any]]):
+def test_stopped_training_ends_where_it_would_have_ended(strategy: str, results: list[dict[str, Any]]):
     for rank in BOTH:
-        assert bitwise(made[rank][f"resumed, {strategy}"], made[rank][f"whole, {strategy}"])
+        assert bitwise(results[rank][f"resumed, {strategy}"], results[rank][f"whole, {strategy}"])
 
 
 def test_ranks_draw_masks_of_their_own(folder: Path):
@@ -265,15 +265,15 @@ def test_ranks_draw_masks_of_their_own(folder: Path):
     assert not torch.equal(states[0]["cpu"], states[1]["cpu"])
 
 
-def test_loss_is_the_mean_over_all_ranks(made: list[dict[str, Any]]):
+def test_loss_is_the_mean_over_all_ranks(results: list[dict[str, Any]]):
     losses: list[float] = []
     fit(shuffled(), doubled(METHODS["dnn"]), on_epoch=lambda _, loss: losses.append(loss))
-    assert made[0]["losses"] == made[1]["losses"] == pytest.approx(losses, rel=1e-12)
+    assert results[0]["losses"] == results[1]["losses"] == pytest.approx(losses, rel=1e-12)
 
 
-def test_figures_and_predictions_are_those_of_one_process(folder: Path, one: Run, made: list[dict[str, Any]]):
+def test_metrics_and_predictions_are_those_of_one_process(folder: Path, one: Run, results: list[dict[str, Any]]):
     two = run_folder.read(folder / "two" / "tiny" / "sngp64" / "0")
-    assert made[0]["metrics"] == made[1]["metrics"] == dict(two.metrics)
+    assert results[0]["metrics"] == results[1]["metrics"] == dict(two.metrics)
     assert two.metrics == pytest.approx(one.metrics, abs=1e-9)
     assert two.parts == one.parts
     for part in one.parts:
@@ -285,12 +285,12 @@ def test_figures_and_predictions_are_those_of_one_process(folder: Path, one: Run
     assert (two.environment["processes"], one.environment["processes"]) == (2, 1)
 
 
-def test_the_first_process_alone_reports_and_refuses(made: list[dict[str, Any]]):
-    assert made[0]["epochs"] == [1, 2]
-    assert made[1]["epochs"] == []
-    assert made[0]["refused"][0] == "ValueError"
-    assert made[1]["refused"] == ("Elsewhere", made[0]["refused"][1])
-    assert "ridge = 1.0 there, 2.0 now" in made[0]["refused"][1]
+def test_the_first_process_alone_reports_and_refuses(results: list[dict[str, Any]]):
+    assert results[0]["epochs"] == [1, 2]
+    assert results[1]["epochs"] == []
+    assert results[0]["refused"][0] == "ValueError"
+    assert results[1]["refused"] == ("Elsewhere", results[0]["refused"][1])
+    assert "ridge = 1.0 there, 2.0 now" in results[0]["refused"][1]
 
 
 def test_a_killed_rank_is_an_error_and_the_run_goes_on(folder: Path, one: Run):
@@ -309,7 +309,7 @@ def test_a_killed_rank_is_an_error_and_the_run_goes_on(folder: Path, one: Run):
 
 @given(st.lists(st.lists(st.integers(0, 99), min_size=1, max_size=9), max_size=4), st.integers(1, 5))
 def test_shares_part_every_batch_and_weights_undo_uneven_ones(whole: list[list[int]], world: int):
-    shares = [list(_Shares(whole, rank, world)) for rank in range(world)]
+    shares = [list(ShareSampler(whole, rank, world)) for rank in range(world)]
     for i, batch in enumerate(whole):
         parts = [own if weight else [] for own, weight in (share[i] for share in shares)]
         assert sorted(itertools.chain(*parts)) == sorted(batch)
@@ -357,7 +357,7 @@ def test_other_strategies_are_refused():
         strategy = object()
 
     with pytest.raises(ValueError, match=r"expects a Fabric with DDPStrategy, .* got object\."):
-        distributed.sharded(Other())  # type: ignore[arg-type]
+        distributed.is_sharded(Other())  # type: ignore[arg-type]
 
 
 def test_without_lightning_one_process_works_and_two_name_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -403,9 +403,9 @@ BIN = Path(sys.executable).parent
 )
 def test_one_folder_and_one_table_however_it_is_started(command: tuple[str, ...], tmp_path: Path):
     process = shell(*command, "--out", str(tmp_path), "--accelerator", "cpu")
-    said, errors = process.communicate(timeout=300)
+    output, errors = process.communicate(timeout=300)
     assert process.returncode == 0, errors
-    assert said.count("accuracy/clean") == 1
+    assert output.count("accuracy/clean") == 1
     assert [r.environment["processes"] for r in run_folder.find(tmp_path)] == [2]
     assert "Traceback" not in errors
 
@@ -418,9 +418,9 @@ def test_slurm(tmp_path: Path):
     ranks = [{"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)} for rank in BOTH]
     command = (*CLI, *TRAIN, "--devices", "2", "--accelerator", "cpu", "--out", str(tmp_path))
     processes = [shell(*command, **job, **rank) for rank in ranks]
-    said = [process.communicate(timeout=300) for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], said
-    assert ["accuracy/clean" in out for out, _ in said] == [True, False]
+    outputs = [process.communicate(timeout=300) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], outputs
+    assert ["accuracy/clean" in out for out, _ in outputs] == [True, False]
     assert [r.environment["processes"] for r in run_folder.find(tmp_path)] == [2]
 
 

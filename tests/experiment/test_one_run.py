@@ -1,4 +1,4 @@
-"""Experiments: run folders that resume, refuse, and say what was done."""
+"""Runs and their folders: what they hold, how they resume, what they refuse."""
 
 import dataclasses
 import json
@@ -20,9 +20,12 @@ from hypothesis import strategies as st
 from afield.experiment import one_run, run_folder
 from afield.experiment.config import Config
 from afield.experiment.evaluation import evaluate, fit_scores, score_both
-from afield.experiment.many_runs import plan, run_all
-from afield.experiment.one_run import read_log, run
+from afield.experiment.many_runs import run_all, split_ensembles
+from afield.experiment.model_folder import open_model
+from afield.experiment.one_run import run
+from afield.experiment.run_folder import read_log
 from afield.experiment.suites import SUITES
+from afield.experiment.task_parts import predict_part
 from afield.methods import METHODS
 from afield.methods.ensemble import ensemble
 from afield.prediction.metrics import METRICS, auroc
@@ -37,76 +40,78 @@ def config(method: str = "sngp", task: str = "two-moons", **changes: object) -> 
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> run_folder.Run:
+def finished(tmp_path_factory: pytest.TempPathFactory) -> run_folder.Run:
     return run(config(), tmp_path_factory.mktemp("runs"))
 
 
-def test_run_folder_holds_what_the_design_says(made: run_folder.Run):
-    assert {f.name for f in made.folder.iterdir()} - {".lock"} == FILES
-    assert made.folder.parts[-3:] == ("two-moons", "sngp", "0")
-    assert made.parts == ["val", "test", "ood/far", "grid"]
-    assert {"torch", "python", "machine", "command", "begun", "ended"} <= made.environment.keys()
-    assert made.cost["parameters"] == sum(p.numel() for p in one_run.load(made)[2].parameters())
-    assert made.cost["train_seconds"] > 0 < made.cost["ms_per_example"]
-    assert [line.get("epoch") for line in read_log(made.folder)] == [1, 2, None]
+def test_run_folder_holds_what_the_design_says(finished: run_folder.Run):
+    assert {f.name for f in finished.folder.iterdir()} - {".lock"} == FILES
+    assert finished.folder.parts[-3:] == ("two-moons", "sngp", "0")
+    assert finished.parts == ["val", "test", "ood/far", "grid"]
+    assert {"torch", "python", "machine", "command", "begun", "ended"} <= finished.environment.keys()
+    assert finished.cost["parameters"] == sum(p.numel() for p in open_model(finished.folder).model.parameters())
+    assert finished.cost["train_seconds"] > 0 < finished.cost["ms_per_example"]
+    assert [line.get("epoch") for line in read_log(finished.folder)] == [1, 2, None]
 
 
-def test_metrics_are_those_of_the_predictions(made: run_folder.Run):
+def test_metrics_are_those_of_the_predictions(finished: run_folder.Run):
     task = TASKS["two-moons"](0)
-    test, far = made.prediction("test"), made.prediction("ood/far")
-    assert made.metrics["nll/clean"] == pytest.approx(METRICS["nll"](test, task.test.tensors[1]), abs=1e-6)
-    assert made.metrics["auroc/far"] == made.metrics["auroc/far/max_probability"]
+    test, far = finished.prediction("test"), finished.prediction("ood/far")
+    assert finished.metrics["nll/clean"] == pytest.approx(METRICS["nll"](test, task.test.tensors[1]), abs=1e-6)
+    assert finished.metrics["auroc/far"] == finished.metrics["auroc/far/max_probability"]
     for score in ("max_probability", "dempster_shafer", "variance"):
-        assert made.metrics[f"auroc/far/{score}"] == pytest.approx(auroc(test.score(score), far.score(score)), abs=1e-6)
-    assert made.metrics["confidence/far"] == pytest.approx(float(far.confidence.mean()), abs=1e-6)
-    assert "auroc/far/relative_mahalanobis" in made.metrics
-    assert "auroc/far/mutual_information" not in made.metrics
-    assert -1 <= made.metrics["spearman/distance"] <= 1
+        assert finished.metrics[f"auroc/far/{score}"] == pytest.approx(
+            auroc(test.score(score), far.score(score)), abs=1e-6
+        )
+    assert finished.metrics["confidence/far"] == pytest.approx(float(far.confidence.mean()), abs=1e-6)
+    assert "auroc/far/relative_mahalanobis" in finished.metrics
+    assert "auroc/far/mutual_information" not in finished.metrics
+    assert -1 <= finished.metrics["spearman/distance"] <= 1
 
 
-def test_loaded_model_predicts_what_was_written(made: run_folder.Run):
-    task, method, model = one_run.load(made)
-    again, written = one_run.predict(method, model, task.test), made.prediction("test")
+def test_loaded_model_predicts_what_was_written(finished: run_folder.Run):
+    opened = open_model(finished.folder)
+    again, written = predict_part(opened.predict, opened.task.test), finished.prediction("test")
     for name in ("logits", "variance", "probs", "p_value"):
         torch.testing.assert_close(getattr(again, name), getattr(written, name), rtol=0, atol=0)
     assert (again.smallest_p_value, again.likelihood) == (written.smallest_p_value, written.likelihood)
 
 
-def test_hidden_vectors_are_kept_of_rows_over_the_whole_test_set(made: run_folder.Run):
-    task, method, model = one_run.load(made)
-    rows = made.array("test/rows")
-    hidden = one_run.predict(method, model, task.test).features
+def test_hidden_vectors_are_kept_of_rows_over_the_whole_test_set(finished: run_folder.Run):
+    opened = open_model(finished.folder)
+    rows = finished.array("test/rows")
+    hidden = predict_part(opened.predict, opened.task.test).features
     assert hidden is not None
-    assert int(rows[-1]) == len(task.test) - 1
-    torch.testing.assert_close(made.array("test/features").float(), hidden[rows], rtol=2e-3, atol=2e-3)
+    assert int(rows[-1]) == len(opened.task.test) - 1
+    torch.testing.assert_close(finished.array("test/features").float(), hidden[rows], rtol=2e-3, atol=2e-3)
 
 
 @given(count=st.integers(1, 10_000), most=st.integers(2, 600))
-def test_rows_are_spread_evenly(count: int, most: int):
-    rows = run_folder.spread(count, most)
+def test_rows_are_evenly_spaced(count: int, most: int):
+    rows = run_folder.evenly_spaced_rows(count, most)
     assert len(rows) == min(count, most)
     assert (int(rows[0]), int(rows[-1])) == (0, count - 1)
     gaps = set(rows.diff().tolist())
     assert not gaps or max(gaps) - min(gaps) <= 1
 
 
-def test_config_survives_its_file(made: run_folder.Run):
-    assert Config.from_dict(made.config) == config()
+def test_config_survives_its_file(finished: run_folder.Run):
+    assert Config.from_dict(finished.config) == config()
     odd = config(bound=None, length_scale=0.3, bounded=("a*", 'b"'), amplitude=2.0, head_learning_rate=None, seed=3)
     assert Config.from_dict(tomllib.loads(run_folder.to_toml(odd.to_dict()))) == odd
 
 
-def test_finished_run_is_read_not_made_again(made: run_folder.Run, monkeypatch: pytest.MonkeyPatch):
+def test_finished_run_is_read_not_made_again(finished: run_folder.Run, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(one_run, "fit", None)
-    out = made.folder.parents[2]
-    before = (made.folder / "metrics.json").stat().st_mtime_ns
-    assert run(config(), out).metrics == made.metrics
-    assert (made.folder / "metrics.json").stat().st_mtime_ns == before
+    out = finished.folder.parents[2]
+    before = (finished.folder / "metrics.json").stat().st_mtime_ns
+    assert run(config(), out).metrics == finished.metrics
+    assert (finished.folder / "metrics.json").stat().st_mtime_ns == before
 
 
-def test_other_settings_in_the_same_folder_are_refused(made: run_folder.Run):
+def test_other_settings_in_the_same_folder_are_refused(finished: run_folder.Run):
     with pytest.raises(ValueError, match=r"other settings \(ridge = 1\.0 there, 2\.0 now\).*--fresh"):
-        run(config(ridge=2.0), made.folder.parents[2])
+        run(config(ridge=2.0), finished.folder.parents[2])
 
 
 def test_fresh_replaces(tmp_path: Path):
@@ -117,7 +122,7 @@ def test_fresh_replaces(tmp_path: Path):
     assert {f.name for f in again.folder.iterdir()} - {".lock"} == FILES
 
 
-def test_a_run_stopped_anywhere_ends_as_if_it_had_not_been(made: run_folder.Run, tmp_path: Path, monkeypatch):
+def test_a_run_stopped_anywhere_ends_as_if_it_had_not_been(finished: run_folder.Run, tmp_path: Path, monkeypatch):
     def stop(*_: object) -> None:
         raise KeyboardInterrupt
 
@@ -125,7 +130,7 @@ def test_a_run_stopped_anywhere_ends_as_if_it_had_not_been(made: run_folder.Run,
         run(config(), tmp_path, on_epoch=stop)
     folder = tmp_path / "two-moons" / "sngp" / "0"
     assert (folder / "checkpoint.pt").is_file()
-    assert not run_folder.finished(folder)
+    assert not run_folder.is_finished(folder)
     with pytest.raises(ValueError, match=r"is not a finished run: it has no metrics\.json"):
         run_folder.read(folder)
     with monkeypatch.context() as patch:
@@ -134,7 +139,7 @@ def test_a_run_stopped_anywhere_ends_as_if_it_had_not_been(made: run_folder.Run,
             run(config(), tmp_path)
     assert (folder / "model.safetensors").is_file()
     monkeypatch.setattr(one_run, "fit", None)  # not needed any more
-    assert run(config(), tmp_path).metrics == pytest.approx(made.metrics, nan_ok=False)
+    assert run(config(), tmp_path).metrics == pytest.approx(finished.metrics, nan_ok=False)
     assert not (folder / "checkpoint.pt").exists()
 
 
@@ -144,10 +149,10 @@ torch.set_num_threads(1)
 from pathlib import Path
 from afield.experiment.config import Config
 from afield.experiment.one_run import run
-def heard(epoch, epochs, loss):
+def wait_after_two(epoch, loss):
     print(epoch, flush=True)
     if epoch >= 2: time.sleep(60)
-run(Config.of("two-moons", "dnn", preset="smoke", epochs=4), Path(sys.argv[1]), on_epoch=heard)
+run(Config.of("two-moons", "dnn", preset="smoke", epochs=4), Path(sys.argv[1]), on_epoch=wait_after_two)
 """
 
 
@@ -206,7 +211,7 @@ def test_regression_run_has_no_classes(tmp_path: Path):
 
 @pytest.fixture
 def pair(monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setitem(METHODS._entries, "pair", ensemble(METHODS["sngp"], 2))
+    monkeypatch.setitem(METHODS, "pair", ensemble(METHODS["sngp"], 2))
     return "pair"
 
 
@@ -217,14 +222,14 @@ def test_ensemble_is_assembled_from_its_members_folders(pair: str, tmp_path: Pat
         run(member, tmp_path)
     monkeypatch.setattr(one_run, "fit", None)  # never trained again
     finished = run(asked, tmp_path)
-    made = [one_run.load(run_folder.read(tmp_path / m.folder)) for m in asked.members]
-    task = made[0][0]
-    expected = torch.stack([method.predict(model, task.test.tensors[0]).probs for _, method, model in made]).mean(0)
+    members = [open_model(tmp_path / m.folder) for m in asked.members]
+    x = members[0].task.test.tensors[0]
+    expected = torch.stack([member.predict(x).probs for member in members]).mean(0)
     torch.testing.assert_close(finished.prediction("test").probs, expected)
     assert "auroc/far/mutual_information" in finished.metrics
     assert finished.cost["parameters"] == 2 * run_folder.read(tmp_path / asked.members[0].folder).cost["parameters"]
     with pytest.raises(ValueError, match="has no model of its own: load its members, two-moons/sngp/2, two-moons"):
-        one_run.load(finished)
+        open_model(finished.folder)
 
 
 @pytest.mark.slow
@@ -241,21 +246,19 @@ def test_ensemble_of_another_size_is_assembled_again(tmp_path: Path):
         run(config("sngp-ensemble", "toy-regression", members=3, ridge=0.5), tmp_path)
 
 
-def test_a_twin_lends_its_weights_which_are_those_of_a_training_of_its_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_weights_of_the_same_training_are_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     asked = config("sngp-dropout", "toy-regression", seed=1)
     own = run(asked, tmp_path / "own")
-    run(config("sngp", "toy-regression", seed=1), tmp_path / "lent")
-    assert config("sngp-dropout", dropout=0.3).twin is None  # sngp has no such dropout in training
-    assert config("sngp").twin is None
+    run(config("sngp", "toy-regression", seed=1), tmp_path / "copied")
+    assert config("sngp-dropout", dropout=0.3).same_training is None  # sngp has no such dropout in training
+    assert config("sngp").same_training is None
     monkeypatch.setattr(one_run, "fit", None)  # not trained again
-    lent = run(asked, tmp_path / "lent")
-    assert lent.metrics == own.metrics
-    assert lent.cost["train_seconds"] > 0
-    _, _, model = one_run.load(lent)
-    for name, tensor in one_run.load(own)[2].state_dict().items():
-        assert torch.equal(tensor, model.state_dict()[name]), name
+    copied = run(asked, tmp_path / "copied")
+    assert copied.metrics == own.metrics
+    assert copied.cost["train_seconds"] > 0
+    state = open_model(copied.folder).model.state_dict()
+    for name, tensor in open_model(own.folder).model.state_dict().items():
+        assert torch.equal(tensor, state[name]), name
 
 
 def test_dropout_of_the_settings_replaces_the_backbones_own():
@@ -264,8 +267,8 @@ def test_dropout_of_the_settings_replaces_the_backbones_own():
     assert {m.p for m in model.modules() if hasattr(m, "filter_wise")} == {0.25}
 
 
-def test_plan_puts_members_first_and_each_once(pair: str):
-    singles, ensembles = plan([config(pair), config(seed=1), config(pair), config("dnn")])
+def test_members_are_split_from_ensembles_and_each_comes_once(pair: str):
+    singles, ensembles = split_ensembles([config(pair), config(seed=1), config(pair), config("dnn")])
     assert [(c.method, c.seed) for c in singles] == [("sngp", 0), ("sngp", 1), ("dnn", 0)]
     assert ensembles == [config(pair)]
 
@@ -275,15 +278,15 @@ def test_plan_puts_members_first_and_each_once(pair: str):
 
 @pytest.mark.slow
 def test_two_processes_make_what_one_makes(tmp_path: Path):
-    configs, heard = [config("dnn", seed=s) for s in (0, 1)], []
-    done = run_all(configs, tmp_path, jobs=2, on_event=heard.append)
+    configs, events = [config("dnn", seed=s) for s in (0, 1)], []
+    done = run_all(configs, tmp_path, jobs=2, on_progress=events.append)
     assert [r.seed for r in done] == [0, 1]
-    assert sorted((c.seed, epoch) for c, epoch, _, _ in heard) == [(0, 1), (0, 2), (1, 1), (1, 2)]
+    assert sorted((c.seed, epoch) for c, epoch, _, _ in events) == [(0, 1), (0, 2), (1, 1), (1, 2)]
     alone = run(configs[0], tmp_path / "alone")
     for name, value in alone.metrics.items():
         assert done[0].metrics[name] == pytest.approx(value, abs=1e-5), name  # threads may add in another order
     again: list[object] = []
-    run_all(configs, tmp_path, jobs=2, on_event=again.append)
+    run_all(configs, tmp_path, jobs=2, on_progress=again.append)
     assert again == []
 
 
@@ -301,7 +304,7 @@ def test_one_failing_run_does_not_stop_the_others(tmp_path: Path):
     good, bad = config("dnn", seed=1), config("dnn", likelihood="poisson")
     with pytest.raises(ValueError, match="Methods expect categorical or gaussian targets, got poisson"):
         run_all([bad, good], tmp_path, jobs=1)
-    assert run_folder.finished(tmp_path / good.folder)
+    assert run_folder.is_finished(tmp_path / good.folder)
 
 
 MANY = """
@@ -334,7 +337,7 @@ def test_workers_die_with_a_killed_parent_and_leave_their_folders(tmp_path: Path
         return True
 
     _wait(free)
-    assert not any(map(run_folder.finished, folders))
+    assert not any(map(run_folder.is_finished, folders))
     _wait(lambda: not _any_alive(parent.pid))
 
 
@@ -381,7 +384,7 @@ def test_suites_name_runs_that_exist(name: str, preset: str):
         suite.configs(preset, seeds=0)
 
 
-# Judging
+# Evaluation
 
 
 def test_shifted_sets_of_one_name_are_averaged(generator: torch.Generator):
@@ -395,10 +398,10 @@ def test_shifted_sets_of_one_name_are_averaged(generator: torch.Generator):
 
     predictions = {"val": guess(task.val), "test": guess(task.test)}
     predictions |= {f"shifted/{name}": guess(data) for name, data in shifted.items()}
-    figures = evaluate(task, predictions)
+    metrics = evaluate(task, predictions)
     each = [METRICS["nll"](predictions[f"shifted/{n}"], shifted[n].tensors[1]) for n in shifted]
-    assert figures["nll/corrupted"] == pytest.approx((each[0] + each[1]) / 2)
-    assert figures["nll/new"] == pytest.approx(each[2])
+    assert metrics["nll/corrupted"] == pytest.approx((each[0] + each[1]) / 2)
+    assert metrics["nll/new"] == pytest.approx(each[2])
 
 
 def test_scores_that_lack_their_fields_are_left_out(generator: torch.Generator):
@@ -414,18 +417,18 @@ def test_fitted_scores_need_hidden_vectors():
     assert fit_scores(lambda x: Prediction(x), [(x, y)], 2) == {}
 
 
-def test_predictions_file_needs_no_pickle(made: run_folder.Run):
-    with np.load(made.folder / "predictions.npz", allow_pickle=False) as arrays:
+def test_predictions_file_needs_no_pickle(finished: run_folder.Run):
+    with np.load(finished.folder / "predictions.npz", allow_pickle=False) as arrays:
         assert all(arrays[name].dtype != object for name in arrays.files)
-    assert json.loads((made.folder / "metrics.json").read_text())["metrics"] == made.metrics
+    assert json.loads((finished.folder / "metrics.json").read_text())["metrics"] == finished.metrics
 
 
 @pytest.mark.parametrize("task", TASKS)
 def test_the_members_of_an_ensemble_are_runs_of_the_single_model(task: str):
     """With the settings that the single model has by itself: else its folder would be refused."""
-    for method, made in METHODS.items():
-        if made.members is None:
+    for name, method in METHODS.items():
+        if method.members is None:
             continue
-        ensemble = Config.of(task, method, seed=1)
+        ensemble = Config.of(task, name, seed=1)
         for member in ensemble.members:
-            assert member == Config.of(task, member.method, seed=member.seed), f"{method} on {task}"
+            assert member == Config.of(task, member.method, seed=member.seed), f"{name} on {task}"

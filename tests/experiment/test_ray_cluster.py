@@ -19,8 +19,9 @@ from afield.deploy.read_files import arrow
 from afield.experiment import ray_cluster, run_folder
 from afield.experiment.config import Config
 from afield.experiment.launch import free_port
-from afield.experiment.many_runs import make_afar, run_all
-from afield.experiment.one_run import read_log, run
+from afield.experiment.many_runs import run_all, run_on_node
+from afield.experiment.one_run import run
+from afield.experiment.run_folder import read_log
 
 ray = pytest.importorskip("ray")
 pytestmark = pytest.mark.slow  # a cluster takes its time to start
@@ -39,18 +40,18 @@ def config(seed: int = 0, **changes: object) -> Config:
 
 
 def same(one: run_folder.Run, other: run_folder.Run) -> bool:
-    """Bit for bit: weights, predictions and figures."""
+    """Bit for bit: weights, predictions and metrics."""
     weights = [(r.folder / run_folder.MODEL).read_bytes() for r in (one, other)]
     predictions = [one.prediction("test").probs, other.prediction("test").probs]
     return weights[0] == weights[1] and torch.equal(*predictions) and one.metrics == other.metrics
 
 
 def test_a_cluster_makes_what_this_process_makes(address: str, tmp_path: Path):
-    configs, heard, done = [config(0), config(1)], [], []
-    far = run_all(configs, tmp_path / "far", address=address, on_event=heard.append, on_run=done.append)
+    configs, events, done = [config(0), config(1)], [], []
+    far = run_all(configs, tmp_path / "far", cluster=address, on_progress=events.append, on_run=done.append)
     near = run_all(configs, tmp_path / "near")
     assert all(same(one, other) for one, other in zip(far, near, strict=True))
-    assert sorted((c.seed, epoch, epochs) for c, epoch, epochs, _ in heard) == [
+    assert sorted((c.seed, epoch, epochs) for c, epoch, epochs, _ in events) == [
         (0, 1, 2),
         (0, 2, 2),
         (1, 1, 2),
@@ -60,9 +61,9 @@ def test_a_cluster_makes_what_this_process_makes(address: str, tmp_path: Path):
     assert [(r.environment["command"], r.environment["threads"]) for r in far] == [
         (r.environment["command"], 1) for r in near
     ]
-    assert {file.name for file in (tmp_path / "far").iterdir()} == {"two-moons"}  # the mark is gone
+    assert {file.name for file in (tmp_path / "far").iterdir()} == {"two-moons"}  # the marker file is gone
     stamps = [(r.folder / run_folder.METRICS).stat().st_mtime_ns for r in far]
-    run_all(configs, tmp_path / "far", address=address)
+    run_all(configs, tmp_path / "far", cluster=address)
     assert [(r.folder / run_folder.METRICS).stat().st_mtime_ns for r in far] == stamps
 
 
@@ -90,23 +91,23 @@ def unshared(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_files_come_home_where_folders_are_not_shared(address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    def make(item: str, out: Path, tell: Callable[[Any], None]) -> list[Path]:
+    def make(item: str, out: Path, on_progress: Callable[[Any], None]) -> list[Path]:
         (out / "deep").mkdir()
         (out / "deep" / "a").write_text(item)
         (out / "b").write_bytes(b"\0\xff")
-        tell(out)
+        on_progress(out)
         return [out / "deep" / "a", out / "b"]
 
     unshared(monkeypatch)
-    told: list[Path] = []
+    events: list[Path] = []
     tasks = [("one", tmp_path / "one"), ("two", tmp_path / "two")]
-    assert ray_cluster.spread(address, make, tasks, on_event=told.append) == []
+    assert ray_cluster.run_on_cluster(address, make, tasks, on_progress=events.append) == []
     for item, folder in tasks:
         assert (folder / "deep" / "a").read_text() == item
         assert (folder / "b").read_bytes() == b"\0\xff"
         assert {f.name for f in folder.iterdir()} == {"deep", "b"}
-    assert len(set(told)) == 2
-    assert not any(out.exists() or tmp_path in out.parents for out in told)
+    assert len(set(events)) == 2
+    assert not any(out.exists() or tmp_path in out.parents for out in events)
 
 
 SHARED = [pytest.param(True, id="shared"), pytest.param(False, id="not shared", marks=pytest.mark.slow)]
@@ -118,24 +119,24 @@ def test_a_killed_workers_run_goes_on(address: str, shared: bool, tmp_path: Path
     if not shared:
         unshared(monkeypatch)
 
-    def fatal(asked: Config, out: Path, tell: Callable[[Any], None]) -> list[Path]:
-        def heard(event: Any) -> None:
-            if event[1] == 2 and not killed.exists():
+    def fatal(asked: Config, out: Path, on_progress: Callable[[Any], None]) -> list[Path]:
+        def kill_once(event: Any) -> None:
+            if event.epoch == 2 and not killed.exists():
                 killed.write_text("once")
                 os.kill(os.getpid(), signal.SIGKILL)
-            tell(event[1])
+            on_progress(event.epoch)
 
-        tell(out)
-        return make_afar(asked, out, heard)
+        on_progress(out)
+        return run_on_node(asked, out, kill_once)
 
-    told: list[Any] = []
-    errors = ray_cluster.spread(address, fatal, [(asked, tmp_path / "far")], on_event=told.append)
+    events: list[Any] = []
+    errors = ray_cluster.run_on_cluster(address, fatal, [(asked, tmp_path / "far")], on_progress=events.append)
     assert errors == []
     assert killed.exists()
-    (there,) = {event for event in told if isinstance(event, Path)}
+    (there,) = {event for event in events if isinstance(event, Path)}
     assert (there == tmp_path / "far") == shared
     assert shared or not there.exists()
-    assert told[-2:] == [3, 4]  # from the checkpoint
+    assert events[-2:] == [3, 4]  # from the checkpoint
     assert [line["epoch"] for line in read_log(tmp_path / "far" / asked.folder) if "epoch" in line] == [1, 2, 3, 4]
     assert same(run_folder.read(tmp_path / "far" / asked.folder), run(asked, tmp_path / "near"))
 
@@ -144,29 +145,29 @@ def test_a_task_finds_the_drivers_data_folder_threads_and_command(address: str, 
     monkeypatch.setenv("AFIELD_DATA", os.path.relpath(tmp_path))
     (tmp_path / "home").mkdir()
 
-    def look(item: int, out: Path, tell: Callable[[Any], None]) -> list[Path]:
-        tell((os.environ["AFIELD_DATA"], torch.get_num_threads(), sys.argv, os.getcwd()))
+    def look(item: int, out: Path, on_progress: Callable[[Any], None]) -> list[Path]:
+        on_progress((os.environ["AFIELD_DATA"], torch.get_num_threads(), sys.argv, os.getcwd()))
         return []
 
     monkeypatch.setattr(sys, "argv", ["afield", "sweep", "two-moons"])
-    told: list[Any] = []
+    events: list[Any] = []
     home = os.getcwd()
-    assert ray_cluster.spread(address, look, [(0, tmp_path)], cpus=2, on_event=told.append) == []
-    assert told == [(str(tmp_path), 2, sys.argv, home)]
+    assert ray_cluster.run_on_cluster(address, look, [(0, tmp_path)], cpus=2, on_progress=events.append) == []
+    assert events == [(str(tmp_path), 2, sys.argv, home)]
 
 
 def test_errors_are_those_of_local_processes(address: str, tmp_path: Path):
     good, bad = config(1), config(likelihood="poisson")
     with pytest.raises(ValueError, match="Methods expect categorical or gaussian targets, got poisson") as caught:
-        run_all([bad, good], tmp_path, address=address)
-    assert "make_afar" in str(caught.value.__cause__)  # the traceback from the node
-    assert run_folder.finished(tmp_path / good.folder)
+        run_all([bad, good], tmp_path, cluster=address)
+    assert "run_on_node" in str(caught.value.__cause__)  # the traceback from the node
+    assert run_folder.is_finished(tmp_path / good.folder)
     (tmp_path / config(2).folder).mkdir()
     (tmp_path / config(2).folder / run_folder.CONFIG).write_text(run_folder.to_toml(config(2, ridge=2.0).to_dict()))
     with pytest.raises(ValueError, match=r"other settings \(ridge = 2\.0 there, 1\.0 now\)"):
-        run_all([config(2)], tmp_path, address=address)
+        run_all([config(2)], tmp_path, cluster=address)
     with pytest.raises(ValueError, match="between 1 core and all 2 of the cluster's largest node, got 3"):
-        run_all([config(2)], tmp_path, address=address, cpus=3, fresh=True)
+        run_all([config(2)], tmp_path, cluster=address, cpus=3, fresh=True)
 
 
 def test_an_interrupt_ends_the_workers(address: str, tmp_path: Path):
@@ -175,19 +176,19 @@ def test_an_interrupt_ends_the_workers(address: str, tmp_path: Path):
 
     configs = [config(seed, epochs=5000) for seed in (0, 1)]
     with pytest.raises(KeyboardInterrupt):
-        run_all(configs, tmp_path, address=address, on_event=stop)
+        run_all(configs, tmp_path, cluster=address, on_progress=stop)
     _wait(lambda: all(_free(tmp_path / c.folder) for c in configs))
-    assert not any(run_folder.finished(tmp_path / c.folder) for c in configs)
+    assert not any(run_folder.is_finished(tmp_path / c.folder) for c in configs)
     assert {file.name for file in tmp_path.iterdir()} == {"two-moons"}
 
 
 @pytest.mark.slow
 def test_a_worker_that_always_dies_is_given_up(address: str, tmp_path: Path):
-    def fatal(item: int, out: Path, tell: Callable[[Any], None]) -> list[Path]:
+    def fatal(item: int, out: Path, on_progress: Callable[[Any], None]) -> list[Path]:
         os.kill(os.getpid(), signal.SIGKILL)
         return []
 
-    (error,) = ray_cluster.spread(address, fatal, [(0, tmp_path)])
+    (error,) = ray_cluster.run_on_cluster(address, fatal, [(0, tmp_path)])
     assert isinstance(error, ray_cluster.LostWorker)
     assert "workers died 4 times (killed, or out of memory)" in str(error)
 
@@ -215,10 +216,10 @@ def test_ctrl_c_at_the_shell(where: str, address: str, tmp_path: Path, monkeypat
     try:
         _wait(lambda: len(list(tmp_path.rglob("checkpoint.pt"))) == 2, 400)
         driver.send_signal(signal.SIGINT)
-        _, said = driver.communicate(timeout=100)
+        _, errors = driver.communicate(timeout=100)
     finally:
         driver.kill()
-    assert said.splitlines()[-1] == "afield: stopped. The same command goes on after the last finished epoch."
+    assert errors.splitlines()[-1] == "afield: stopped. The same command goes on after the last finished epoch."
     assert driver.returncode == 1
     _wait(lambda: all(_free(file.parent) for file in tmp_path.rglob("checkpoint.pt")))
 
@@ -273,12 +274,12 @@ def test_no_cluster_is_said_at_once(where: str, message: str, closed: None, tmp_
 def test_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ImportError, match=r'pip install "afield\[ray\]"'):
-        run_all([config()], tmp_path, address="auto")
+        run_all([config()], tmp_path, cluster="auto")
 
 
 def test_nodes_need_the_same_version(monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(ValueError, match=r"has afield .*, this machine 0\.0\.0: install the same version"):
-        ray_cluster._Place("mark", 1, version="0.0.0").enter()
+        ray_cluster.NodeSetup("mark", 1, version="0.0.0").apply()
 
 
 def _free(folder: Path) -> bool:

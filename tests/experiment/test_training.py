@@ -45,11 +45,11 @@ def test_a_killed_training_goes_on_and_ends_where_it_would_have_ended(
         fit(moons, method, epochs=5, optimizer=optimizer, checkpoint=file, on_epoch=stop)
     torch.manual_seed(123)  # another process has another random state
     torch.rand(10)
-    heard: list[int] = []
+    epochs: list[int] = []
     resumed = fit(
-        moons, method, epochs=5, optimizer=optimizer, checkpoint=file, on_epoch=lambda epoch, _: heard.append(epoch)
+        moons, method, epochs=5, optimizer=optimizer, checkpoint=file, on_epoch=lambda epoch, _: epochs.append(epoch)
     )
-    assert heard == [4, 5]
+    assert epochs == [4, 5]
     ours, theirs = resumed.state_dict(), whole.state_dict()
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[n], theirs[n]) for n in ours)

@@ -1,4 +1,4 @@
-"""`afield demo`: four networks on two moons, a table, and a report of what each is unsure about."""
+"""`afield demo`: four networks on two moons, a table of their metrics, and a report with pictures."""
 
 import os
 import time
@@ -8,8 +8,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from afield.cli.progress import run_watched
+from afield.cli.progress import show_progress
 from afield.experiment.config import Config
+from afield.experiment.many_runs import run_all
 from afield.report import report
 from afield.tasks import TASKS
 
@@ -43,20 +44,23 @@ class Demo:
 
 
 def run(settings: Demo, console: Console | None = None) -> Path:
-    """Train, tell and draw; returns the report's path."""
+    """Train, print the table and write the report; its path."""
     console, started = console or Console(), time.monotonic()
     configs = [Config.of(settings.task, name, seed=settings.seed, epochs=settings.epochs) for name in COMPARED]
     task = TASKS[settings.task](0)
     if "far" not in task.ood:
         raise ValueError(f"The demo draws tasks in the plane, such as two-moons, not {task.name}.")
-    runs = run_watched(console, configs, settings.out, jobs=settings.jobs, fresh=True)
+    with show_progress(console, configs, settings.out, fresh=True) as bar:
+        runs = run_all(
+            configs, settings.out, jobs=settings.jobs, fresh=True, on_progress=bar.on_progress, on_run=bar.on_run
+        )
     table = Table(title=f"{task.name}: {len(task.train)} training points, {len(task.ood['far'])} points far from all")
     table.add_column("method")
     for column in (*COLUMNS, "train s"):
         table.add_column(column, justify="right")
-    for made in runs:
-        figures = [f"{made.metrics[name]:.3f}" for name in COLUMNS.values()]
-        table.add_row(made.method, *figures, f"{made.cost['train_seconds']:.0f}")
+    for finished in runs:
+        metrics = [f"{finished.metrics[name]:.3f}" for name in COLUMNS.values()]
+        table.add_row(finished.method, *metrics, f"{finished.cost['train_seconds']:.0f}")
     console.print(table)
     page = report(settings.out, title=f"afield on {task.name}")
     console.print(

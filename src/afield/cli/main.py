@@ -39,13 +39,14 @@ COMMANDS: dict[str, Callable[..., Command]] = {
     "score": Score,
     "settings": ShowSettings,
 }
-# What a command's flags start from, where that depends on other arguments.
+# The defaults of a command's flags, where they depend on other arguments.
 DEFAULTS: Mapping[str, Callable[[list[str]], Any]] = {"train": train.defaults}
 NAMES = {"train": ("tasks", "methods"), "sweep": ("tasks", "methods"), "reproduce": ("suites", "methods")}
 REGISTRIES: Mapping[str, Mapping[str, Any]] = {"tasks": TASKS, "methods": METHODS, "suites": SUITES}
 
 
 def main(arguments: list[str] | None = None) -> None:
+    """Run a command; its errors are one line."""
     arguments = sys.argv[1:] if arguments is None else arguments
     if arguments == ["--version"]:
         print(f"afield {__version__}")
@@ -59,17 +60,17 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def parse(arguments: list[str]) -> Command:
-    """The command with its flags."""
+    """The command that the arguments name, with its flags."""
     name, *rest = arguments
     if name not in COMMANDS:
         return tyro.extras.subcommand_cli_from_dict(COMMANDS, prog="afield", description=__doc__, args=arguments)
-    kind = COMMANDS[name]
+    command = COMMANDS[name]
     lists = [f"{what.capitalize()}: {', '.join(REGISTRIES[what])}." for what in NAMES.get(name, ())]
     default = DEFAULTS[name](rest) if name in DEFAULTS else None
     return tyro.cli(
-        kind,
+        command,
         prog=f"afield {name}",
-        description="\n\n".join([(kind.__doc__ or "").strip(), *lists]),
+        description="\n\n".join([(command.__doc__ or "").strip(), *lists]),
         args=rest,
         **({} if default is None else {"default": default}),
     )

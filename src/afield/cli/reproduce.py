@@ -1,4 +1,4 @@
-"""`afield reproduce`: all runs of a table or figure of the paper, and the report."""
+"""`afield reproduce`: all runs of a table or figure of the paper, and a report on them."""
 
 import os
 import time
@@ -9,14 +9,15 @@ from typing import Literal
 import tyro
 from rich.console import Console
 
-from afield.cli.progress import run_watched
+from afield.cli.progress import show_progress
+from afield.experiment.many_runs import run_all
 from afield.experiment.suites import SUITES
 from afield.report import report
 
 
 @dataclass(frozen=True)
 class Reproduce:
-    """Make every run of a suite that is not there yet, then the report. The same command goes on after a stop."""
+    """Make every run of a suite that is not finished, then the report. After a stop, the same command goes on."""
 
     suite: tyro.conf.Positional[str]
     """Name of a suite: see the list below."""
@@ -40,11 +41,18 @@ class Reproduce:
     def run(self) -> None:
         console, started = Console(), time.monotonic()
         suite = SUITES[self.suite]
-        if self.preset not in suite.seeds:
-            raise ValueError(f"Unknown preset {self.preset!r}: expected one of {', '.join(suite.seeds)}.")
         out = self.out or Path("runs") / f"{self.suite}-{self.preset}"
         configs = suite.configs(self.preset, methods=self.methods or None, seeds=self.seeds, precision=self.precision)
-        run_watched(console, configs, out, jobs=self.jobs, cluster=self.cluster, cpus=self.cpus_per_run)
+        with show_progress(console, configs, out) as bar:
+            run_all(
+                configs,
+                out,
+                jobs=self.jobs,
+                cluster=self.cluster,
+                cpus=self.cpus_per_run,
+                on_progress=bar.on_progress,
+                on_run=bar.on_run,
+            )
         page = report(out, title=suite.title)
         console.print(
             f"{len(configs)} runs in [bold]{out}[/bold], {time.monotonic() - started:.0f} s. Report: "

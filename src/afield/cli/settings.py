@@ -30,15 +30,15 @@ def page() -> str:
         "| --- | --- | --- |",
     ]
     meaning = meanings()
-    lines += [f"| `{f.name}` | {_plain(getattr(default, f.name))} | {meaning[f.name]} |" for f in fields(Settings)]
+    lines += [f"| `{f.name}` | {_format(getattr(default, f.name))} | {meaning[f.name]} |" for f in fields(Settings)]
     lines += ["", "What tasks set differently:", "", "| task | preset | settings |", "| --- | --- | --- |"]
     for name, recipe in TASKS.items():
         texts = [_changes(recipe.settings_for(preset)) for preset in PRESETS]
         for text in dict.fromkeys(texts):
-            alike = [preset for preset, own in zip(PRESETS, texts, strict=True) if own == text]
-            lines.append(f"| {name} | {', '.join(alike)} | {text} |")
+            same = [preset for preset, own in zip(PRESETS, texts, strict=True) if own == text]
+            lines.append(f"| {name} | {', '.join(same)} | {text} |")
         for pattern, changes in recipe.adapted.items():
-            text = ", ".join(f"{setting} {_plain(value)}" for setting, value in changes.items())
+            text = ", ".join(f"{setting} {_format(value)}" for setting, value in changes.items())
             lines.append(f"| {name} | all, methods `{pattern}` | {text} |")
     return "\n".join(lines) + "\n"
 
@@ -46,22 +46,22 @@ def page() -> str:
 def _changes(settings: Settings) -> str:
     default = Settings()
     names = [f.name for f in fields(Settings) if getattr(settings, f.name) != getattr(default, f.name)]
-    return ", ".join(f"{name} {_plain(getattr(settings, name))}" for name in names) or "as above"
+    return ", ".join(f"{name} {_format(getattr(settings, name))}" for name in names) or "as above"
 
 
 def meanings() -> dict[str, str]:
-    """What stands below each field of `Settings` in its source."""
+    """The text below each field of `Settings` in its source."""
     (body,) = ast.parse(textwrap.dedent(inspect.getsource(Settings))).body
     assert isinstance(body, ast.ClassDef)
-    found = {}
+    texts = {}
     for node, after in zip(body.body, body.body[1:], strict=False):
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and isinstance(after, ast.Expr):
             assert isinstance(after.value, ast.Constant)
-            found[node.target.id] = str(after.value.value)
-    return found
+            texts[node.target.id] = str(after.value.value)
+    return texts
 
 
-def _plain(value: object) -> str:
+def _format(value: object) -> str:
     if isinstance(value, tuple):
         return " ".join(map(str, value)) or "()"
     return f"{value:g}" if isinstance(value, float) else str(value)

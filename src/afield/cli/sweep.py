@@ -1,20 +1,20 @@
-"""`afield sweep`: settings chosen on validation data alone.
+"""`afield sweep`: choose settings on validation data alone.
 
-Every combination of the grid is one training, a run folder without test figures; amplitudes are judged on the trained
-model. Chosen are
+Every combination of the grid is one training: a run folder without metrics on test data. Amplitudes are tried on the
+trained models. Chosen are
 
 1. the settings, other than bound and amplitude, under which the best validation NLL was reached;
 2. among these the bound as the paper has it: the smallest that keeps the accuracy, within one standard error of the
    best (for real targets: the best NLL);
 3. with that bound, the amplitude with the best NLL.
 
-A training that diverges is told of and left out. Trials live in an optuna study on disk, so that a killed sweep goes
-on, and in choice.json, to be kept as a record.
+A training that diverges is listed and left out. Trials are kept in an optuna study on disk, so that a killed sweep
+goes on, and in choice.json as a record.
 """
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -23,11 +23,14 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from afield.cli.progress import run_watched
+from afield.cli.progress import show_progress
 from afield.errors import Diverged
-from afield.experiment import one_run, run_folder
+from afield.experiment import run_folder
 from afield.experiment.config import Config
 from afield.experiment.evaluation import evaluate_targets, targets
+from afield.experiment.many_runs import run_all
+from afield.experiment.model_folder import open_model
+from afield.experiment.task_parts import predict_part
 from afield.experiment.training import batches
 from afield.model.calibration import calibrate
 from afield.model.sngp_model import SNGP
@@ -74,7 +77,12 @@ class Sweep:
 
 @dataclass(frozen=True)
 class Trial:
-    """Settings and amplitude (None: calibrated, or there is none) with their validation figures."""
+    """Settings, amplitude and their metrics on validation data.
+
+    changes    to the settings of the task
+    amplitude  None: as calibrated, or the model has none
+    count      examples that the metrics are from
+    """
 
     changes: Changes
     amplitude: float | None
@@ -88,45 +96,57 @@ class Trial:
         return {name: value for name, value in self.changes.items() if name != "bound"}
 
 
-def sweep(asked: Sweep, console: Console) -> Config:
-    """Run what is missing, choose, tell and write the choice."""
-    folder = asked.out / f"{asked.task}-{asked.method}-{asked.preset}-{asked.seed}"
-    epochs = {} if asked.epochs is None else {"epochs": asked.epochs}
-    base = Config.of(asked.task, asked.method, seed=asked.seed, preset=asked.preset, **epochs)
-    tried = combinations(asked.grid)
+def sweep(command: Sweep, console: Console) -> Config:
+    """Make the runs that are missing, choose, print all trials and write the choice."""
+    folder = command.out / f"{command.task}-{command.method}-{command.preset}-{command.seed}"
+    epochs = {} if command.epochs is None else {"epochs": command.epochs}
+    base = Config.of(command.task, command.method, seed=command.seed, preset=command.preset, **epochs)
+    grid = combinations(command.grid)
     configs = {
-        _name(changes): replace(base, settings=replace(base.settings, **changes), blind=True) for changes in tried
+        _folder_name(changes): replace(base, settings=replace(base.settings, **changes), blind=True) for changes in grid
     }
-    names = {config: name for name, config in configs.items()}
-    run_watched(
-        console,
-        list(configs.values()),
-        lambda config: folder / names[config],
-        jobs=asked.jobs,
-        cluster=asked.cluster,
-        cpus=asked.cpus_per_run,
-        excused=(Diverged,),
-    )
-    study = _study(folder)
-    for (name, config), changes in zip(configs.items(), tried, strict=True):
-        _judge(study, changes, folder / name / config.folder, asked.amplitudes)
-    trials = [t for t in read(study) if t.changes in tried]
-    diverged = [changes for changes in tried if changes not in [t.changes for t in trials]]
+    _run_grid(command, configs, folder, console)
+    study = _open_study(folder)
+    for (name, config), changes in zip(configs.items(), grid, strict=True):
+        _add_trials(study, changes, folder / name / config.folder, command.amplitudes)
+    trials = [t for t in read_trials(study) if t.changes in grid]
+    diverged = [changes for changes in grid if changes not in [t.changes for t in trials]]
     if not trials:
-        raise Diverged(f"All {len(tried)} trainings of the sweep diverged: try smaller learning rates.")
+        raise Diverged(f"All {len(grid)} trainings of the sweep diverged: try smaller learning rates.")
     chosen = choose(trials)
-    result = replace(base, settings=replace(base.settings, **chosen.changes, amplitude=chosen.amplitude))
-    run_folder.write(folder / CHOICE, run_folder.to_toml(result.to_dict()))
+    choice = replace(base, settings=replace(base.settings, **chosen.changes, amplitude=chosen.amplitude))
+    run_folder.write(folder / CHOICE, run_folder.to_toml(choice.to_dict()))
     record = {
-        "config": result.to_dict(),
+        "config": choice.to_dict(),
         "chosen": asdict(chosen),
         "trials": [asdict(t) for t in trials],
         "diverged": diverged,
     }
     run_folder.write_json(folder / RECORD, record)
-    _tell(trials, diverged, chosen, console)
+    _print_trials(trials, diverged, chosen, console)
     console.print(f"Train with it: [bold]afield train --config {folder / CHOICE}[/bold]", soft_wrap=True)
-    return result
+    return choice
+
+
+def _run_grid(command: Sweep, configs: Mapping[str, Config], folder: Path, console: Console) -> None:
+    """Make all runs, each in a folder of its name; those that diverge are left out."""
+    names = {config: name for name, config in configs.items()}
+
+    def out(config: Config) -> Path:
+        return folder / names[config]
+
+    runs = list(configs.values())
+    with show_progress(console, runs, out) as bar:
+        run_all(
+            runs,
+            out,
+            jobs=command.jobs,
+            cluster=command.cluster,
+            cpus=command.cpus_per_run,
+            ignore=(Diverged,),
+            on_progress=bar.on_progress,
+            on_run=bar.on_run,
+        )
 
 
 def combinations(grid: Sequence[str]) -> list[Changes]:
@@ -137,12 +157,12 @@ def combinations(grid: Sequence[str]) -> list[Changes]:
         name, _, values = text.replace("-", "_", text.split("=")[0].count("-")).partition("=")
         if name not in known or name == "amplitude":
             raise ValueError(f"A sweep's grid expects NAME=VALUE,VALUE with a name of docs/settings.md, got {text!r}.")
-        axes[name] = [_value(name, value, known[name]) for value in values.split(",")]
+        axes[name] = [_parse_value(name, value, known[name]) for value in values.split(",")]
     return [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
 
 
 def choose(trials: Sequence[Trial]) -> Trial:
-    """By the three steps above."""
+    """The best trial by the three steps above."""
     others = min(trials, key=lambda t: t.nll).others
     trials = [t for t in trials if t.others == others]
     accuracies = [t.accuracy for t in trials if t.accuracy is not None]
@@ -154,39 +174,40 @@ def choose(trials: Sequence[Trial]) -> Trial:
     return min(trials, key=lambda t: t.nll)
 
 
-def read(study: Any) -> list[Trial]:
+def read_trials(study: Any) -> list[Trial]:
     """The finished trials of a study."""
-    found = [Trial(**t.user_attrs) for t in study.trials if t.state.is_finished() and t.user_attrs]
-    for trial in found:
+    trials = [Trial(**t.user_attrs) for t in study.trials if t.state.is_finished() and t.user_attrs]
+    for trial in trials:
         trial.changes.update({name: tuple(v) for name, v in trial.changes.items() if isinstance(v, list)})  # from JSON
-    return found
+    return trials
 
 
-def _judge(study: Any, changes: Changes, folder: Path, amplitudes: Sequence[float]) -> None:
-    """Add the trials of one trained model that the study lacks; none if it diverged."""
-    finished = run_folder.read(folder) if run_folder.finished(folder) else None
+def _add_trials(study: Any, changes: Changes, folder: Path, amplitudes: Sequence[float]) -> None:
+    """Add the trials of one run that the study lacks; none if the run diverged."""
+    finished = run_folder.read(folder) if run_folder.is_finished(folder) else None
     if finished is None or "nll/val" not in finished.metrics:
         return
-    known = [t.amplitude for t in read(study) if t.changes == changes]
+    known = [t.amplitude for t in read_trials(study) if t.changes == changes]
     if None not in known:
-        figures, count = finished.metrics, len(finished.prediction("val"))
-        trial = Trial(changes, None, figures["nll/val"], figures.get("accuracy/val"), count)
-        study.add_trial(_recorded(trial))
+        metrics, count = finished.metrics, len(finished.prediction("val"))
+        trial = Trial(changes, None, metrics["nll/val"], metrics.get("accuracy/val"), count)
+        study.add_trial(_to_optuna(trial))
     wanted = [a for a in amplitudes if a not in known]
     if not wanted or finished.prediction("val").variance is None:
         return
-    task, method, model = one_run.load(finished)
+    opened = open_model(folder)
+    model, task = opened.model, opened.task
+    assert task is not None
     if not isinstance(model, SNGP) or model.head.likelihood == "gaussian":  # where calibration has no amplitude
         return
     for amplitude in wanted:
         calibrate(model, batches(task.val), amplitude=amplitude, progress=False)
-        figures = evaluate_targets(one_run.predict(method, model, task.val), targets(task.val), "val", task.scale)
-        study.add_trial(
-            _recorded(Trial(changes, amplitude, figures["nll/val"], figures["accuracy/val"], len(task.val)))
-        )
+        metrics = evaluate_targets(predict_part(opened.predict, task.val), targets(task.val), "val", task.scale)
+        trial = Trial(changes, amplitude, metrics["nll/val"], metrics["accuracy/val"], len(task.val))
+        study.add_trial(_to_optuna(trial))
 
 
-def _study(folder: Path) -> Any:
+def _open_study(folder: Path) -> Any:
     try:
         import optuna
     except ImportError as error:
@@ -197,7 +218,7 @@ def _study(folder: Path) -> Any:
     return optuna.create_study(study_name="sweep", storage=storage, load_if_exists=True)
 
 
-def _recorded(trial: Trial) -> Any:
+def _to_optuna(trial: Trial) -> Any:
     from optuna.distributions import FloatDistribution
     from optuna.trial import create_trial
 
@@ -210,32 +231,32 @@ def _recorded(trial: Trial) -> Any:
     )
 
 
-def _tell(trials: Sequence[Trial], diverged: Sequence[Changes], chosen: Trial, console: Console) -> None:
+def _print_trials(trials: Sequence[Trial], diverged: Sequence[Changes], chosen: Trial, console: Console) -> None:
     table = Table(title="On validation data")
     for column in (*chosen.changes, "amplitude", "accuracy", "NLL", ""):
         table.add_column(column.replace("_", " "), justify="right")
-    for t in sorted(trials, key=lambda t: (_name(t.changes), t.amplitude or 0.0)):
+    for t in sorted(trials, key=lambda t: (_folder_name(t.changes), t.amplitude or 0.0)):
         amplitude = "calibrated" if t.amplitude is None else f"{t.amplitude:g}"
         accuracy = "" if t.accuracy is None else f"{t.accuracy:.4f}"
         table.add_row(
-            *map(_plain, t.changes.values()), amplitude, accuracy, f"{t.nll:.4f}", "chosen" if t == chosen else ""
+            *map(_format, t.changes.values()), amplitude, accuracy, f"{t.nll:.4f}", "chosen" if t == chosen else ""
         )
     for changes in diverged:
-        table.add_row(*map(_plain, changes.values()), "", "", "diverged", "")
+        table.add_row(*map(_format, changes.values()), "", "", "diverged", "")
     console.print(table)
 
 
-def _name(changes: Changes) -> str:
-    """Of the folder of a combination."""
-    return ",".join(f"{name}-{_plain(value)}" for name, value in changes.items()) or "as-is"
+def _folder_name(changes: Changes) -> str:
+    """The folder of a combination."""
+    return ",".join(f"{name}-{_format(value)}" for name, value in changes.items()) or "as-is"
 
 
-def _plain(value: Any) -> str:
+def _format(value: Any) -> str:
     return ("+".join(value) or "none") if isinstance(value, tuple) else str(value)
 
 
-def _value(name: str, text: str, default: Any) -> Any:
-    """A value as the setting's type, told by its default."""
+def _parse_value(name: str, text: str, default: Any) -> Any:
+    """A value in the type of the setting, which is that of its default."""
     try:
         if isinstance(default, int):
             return int(text)

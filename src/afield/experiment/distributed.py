@@ -1,12 +1,12 @@
-"""Several processes that train as one: shares of a batch, states, gathering. `launch` starts them.
+"""What several processes that train one model have to share: steps, states, results. `launch` starts them.
 
-Every rank walks the same batches and takes every world-th example of each. With n_r of the n examples of a batch,
+Every rank goes through the same batches and takes every world-th example of each. If it has n_r of n examples,
 
     gradient of the mean loss of all n  =  mean over ranks of  (n_r world / n) gradient of the mean loss of its n_r
 
-so the step is that of one process, also when the world size does not divide n. A rank that gets no example takes the
-first one with weight 0: collectives have to match. A `fabric` of None means this process alone; lightning is not
-imported here.
+so the step is that of one process, also if the world size does not divide n. A rank without an example takes the first
+one with weight 0, because every rank has to take part in collective operations. A `fabric` of None means this process
+alone. Lightning is not imported here.
 """
 
 import contextlib
@@ -26,17 +26,17 @@ if TYPE_CHECKING:
     from lightning.fabric import Fabric
 
 T = TypeVar("T")
-TIMEOUT = timedelta(minutes=30)  # of a rank that hangs; one that died is noticed at once
-KEPT = "Finished epochs are kept: the same command goes on after the last of them."
+TIMEOUT = timedelta(minutes=30)  # for a rank that hangs; one that died is noticed at once
+CAN_CONTINUE = "Finished epochs are kept: the same command goes on after the last of them."
 
 
-def rank_of(fabric: "Fabric | None") -> tuple[int, int]:
-    """(rank, number of ranks)."""
+def rank_and_world(fabric: "Fabric | None") -> tuple[int, int]:
+    """The number of this process, and how many there are."""
     return (0, 1) if fabric is None else (fabric.global_rank, fabric.world_size)
 
 
-def sharded(fabric: "Fabric | None") -> bool:
-    """Whether a rank holds only its part of the weights."""
+def is_sharded(fabric: "Fabric | None") -> bool:
+    """Whether each rank holds only a part of the weights."""
     if fabric is None:
         return False
     name = type(fabric.strategy).__name__
@@ -48,20 +48,21 @@ def sharded(fabric: "Fabric | None") -> bool:
     return name == "ModelParallelStrategy"
 
 
-class Step(nn.Module):
-    """The loss of a batch as a forward pass: what Fabric wraps sees every use that a method makes of its model.
+class LossModule(nn.Module):
+    """The loss of a batch as the forward pass of a module. Fabric wraps it, and so sees all that a method computes.
 
-    A length scale that comes from the first batch comes from that of all ranks together, in the order of one process.
+    A length scale that is taken from the first batch is taken from the whole batch of all ranks, in the order of one
+    process.
     """
 
     def __init__(self, model: nn.Module, loss: Callable[[nn.Module, Any], Tensor], fabric: "Fabric | None") -> None:
         super().__init__()
         self.model, self.loss, self.fabric = model, loss, fabric
-        self.shares_statistics = sharded(fabric)  # DDP does so itself
+        self.shares_statistics = is_sharded(fabric)  # DDP does so itself
         self.weight = 1.0
         for module in model.modules():
-            if isinstance(module, RandomFeatures) and not module.adapted and rank_of(fabric)[1] > 1:
-                module.register_forward_pre_hook(self._adapt)
+            if isinstance(module, RandomFeatures) and not module.adapted and rank_and_world(fabric)[1] > 1:
+                module.register_forward_pre_hook(self._adapt_to_whole_batch)
 
     def forward(self, batch: Any, weight: float) -> Tensor:
         self.weight = weight
@@ -69,25 +70,25 @@ class Step(nn.Module):
             share_statistics(self.model)
         return self.loss(self.model, batch)
 
-    def _adapt(self, module: nn.Module, args: tuple[Tensor, ...]) -> None:
+    def _adapt_to_whole_batch(self, module: nn.Module, args: tuple[Tensor, ...]) -> None:
         assert isinstance(module, RandomFeatures)
         if module.adapted or not module.training:
             return
         h = args[0].detach()
-        everyone = gathered(self.fabric, h.cpu() if self.weight else h[:0].cpu())
-        rows = torch.cat([torch.arange(len(part)) * len(everyone) + rank for rank, part in enumerate(everyone)])
-        module.adapt(torch.cat(everyone)[rows.argsort()].to(h.device))
+        parts = gather(self.fabric, h.cpu() if self.weight else h[:0].cpu())
+        rows = torch.cat([torch.arange(len(part)) * len(parts) + rank for rank, part in enumerate(parts)])
+        module.adapt(torch.cat(parts)[rows.argsort()].to(h.device))
 
 
-def state_of(parts: dict[str, Any], fabric: "Fabric | None") -> dict[str, Any]:
-    """What a training goes on from: whole states of model, optimizer and the rest, and the random state of every rank.
+def collect_state(parts: dict[str, Any], fabric: "Fabric | None") -> dict[str, Any]:
+    """What training continues from: whole states of model, optimizer and the rest, and the random state of every rank.
 
-    All ranks have to ask. What does not depend on the strategy is written as one process writes it.
+    All ranks have to call this. What does not depend on the strategy is the same as on one process.
     """
     if fabric is None:
         return {name: part.state_dict() for name, part in parts.items()} | {"random": torch.get_rng_state()}
-    random = {"random": gathered(fabric, _random_state(fabric))}
-    if not sharded(fabric):
+    random = {"random": gather(fabric, _random_state(fabric))}
+    if not is_sharded(fabric):
         return {name: part.state_dict() for name, part in parts.items()} | random
     from torch.distributed.checkpoint.state_dict import (
         StateDictOptions,
@@ -103,17 +104,17 @@ def state_of(parts: dict[str, Any], fabric: "Fabric | None") -> dict[str, Any]:
     return state | random | {"sharded": True}
 
 
-def restore(parts: dict[str, Any], state: dict[str, Any], fabric: "Fabric | None") -> None:
-    """Bring everything to what `state_of` noted. With another number of processes, masks are drawn anew."""
-    if state.get("sharded", False) != sharded(fabric):
+def restore_state(parts: dict[str, Any], state: dict[str, Any], fabric: "Fabric | None") -> None:
+    """Undo `collect_state`. With another number of processes, dropout masks are drawn anew."""
+    if state.get("sharded", False) != is_sharded(fabric):
         how = "with" if state.get("sharded") else "without"
         raise ValueError(
             f"The checkpoint was written {how} --strategy fsdp: go on {how} it, or begin again by --fresh."
         )
     for name, part in parts.items():
-        if not (sharded(fabric) and name in ("model", "optimizer")):
+        if not (is_sharded(fabric) and name in ("model", "optimizer")):
             part.load_state_dict(state[name])
-    if sharded(fabric):
+    if is_sharded(fabric):
         from torch.distributed.checkpoint.state_dict import (
             StateDictOptions,
             set_model_state_dict,
@@ -126,7 +127,7 @@ def restore(parts: dict[str, Any], state: dict[str, Any], fabric: "Fabric | None
     random = state["random"]
     if isinstance(random, Tensor):
         random = [{"cpu": random}]
-    rank, world = rank_of(fabric)
+    rank, world = rank_and_world(fabric)
     if len(random) == world:
         torch.set_rng_state(random[rank]["cpu"])
         if fabric is not None and "cuda" in random[rank]:
@@ -140,8 +141,8 @@ def _random_state(fabric: "Fabric") -> dict[str, Tensor]:
     return state
 
 
-def summed(fabric: "Fabric | None", *values: float) -> tuple[float, ...]:
-    """Sums over all ranks."""
+def sum_over_ranks(fabric: "Fabric | None", *values: float) -> tuple[float, ...]:
+    """The sum of each value over all ranks."""
     if fabric is None or fabric.world_size == 1:
         return values
     total = torch.tensor(values, dtype=torch.float64, device=fabric.device)
@@ -149,62 +150,63 @@ def summed(fabric: "Fabric | None", *values: float) -> tuple[float, ...]:
     return tuple(total.tolist())
 
 
-def gathered(fabric: "Fabric | None", value: T) -> list[T]:
-    """Everyone's value, on every rank."""
-    _, world = rank_of(fabric)
+def gather(fabric: "Fabric | None", value: T) -> list[T]:
+    """The values of all ranks, on every rank."""
+    _, world = rank_and_world(fabric)
     if world == 1:
         return [value]
-    everyone: list[Any] = [None] * world
-    dist.all_gather_object(everyone, value)
-    return everyone
+    values: list[Any] = [None] * world
+    dist.all_gather_object(values, value)
+    return values
 
 
-def in_order(fabric: "Fabric | None", results: Iterator[T], count: int) -> Iterator[T]:
-    """All `count` results, on the first rank alone: rank r makes r, r + world, ... and hands them over in rounds."""
-    rank, world = rank_of(fabric)
+def gather_in_order(fabric: "Fabric | None", results: Iterator[T], count: int) -> Iterator[T]:
+    """All `count` results, on the first rank only. Rank r makes the results r, r + world, ..."""
+    rank, world = rank_and_world(fabric)
     if world == 1:
         yield from results
         return
     for _ in range(0, count, world):
-        everyone: list[Any] | None = [None] * world if rank == 0 else None
-        dist.gather_object(next(results, None), everyone)
-        yield from (result for result in everyone or () if result is not None)
+        round_of_all: list[Any] | None = [None] * world if rank == 0 else None
+        dist.gather_object(next(results, None), round_of_all)
+        yield from (result for result in round_of_all or () if result is not None)
 
 
-def first(fabric: "Fabric | None", function: Callable[[], T]) -> T:
-    """What the function returns on the first rank, which alone runs it; its error is an error on all."""
-    rank, world = rank_of(fabric)
+def on_first_rank(fabric: "Fabric | None", function: Callable[[], T]) -> T:
+    """Call the function on the first rank only; all ranks get what it returns, or an error if it raises one."""
+    rank, world = rank_and_world(fabric)
     if world == 1:
         return function()
-    answer: list[Any] = [None, None]
-    problem: Exception | None = None
+    result_and_message: list[Any] = [None, None]
+    own_error: Exception | None = None
     if rank == 0:
         try:
-            answer[0] = function()
+            result_and_message[0] = function()
         except Exception as error:
-            problem, answer[1] = error, str(error)
-    dist.broadcast_object_list(answer, src=0)
-    if problem is not None:
-        raise problem
-    if answer[1] is not None:
-        raise Elsewhere(answer[1])
-    return answer[0]
+            own_error, result_and_message[1] = error, str(error)
+    dist.broadcast_object_list(result_and_message, src=0)
+    result, message = result_and_message
+    if own_error is not None:
+        raise own_error
+    if message is not None:
+        raise Elsewhere(message)
+    return result
 
 
 @contextlib.contextmanager
-def watched(fabric: "Fabric | None") -> Iterator[None]:
-    """A collective that fails because another process is gone says so; so does what FSDP cannot do."""
+def explain_failures(fabric: "Fabric | None") -> Iterator[None]:
+    """Clearer errors for collective operations that fail because another process is gone, and for limits of FSDP."""
     try:
         yield
     except RuntimeError as error:
-        if sharded(fabric) and "not allocated" in str(error):
+        if is_sharded(fabric) and "not allocated" in str(error):
             raise ValueError(
                 "FSDP gives weights back after every pass, so a loss that takes gradients of its own, such as a "
                 "gradient penalty, finds none: use --strategy ddp."
             ) from error
-        if rank_of(fabric)[1] == 1 or not (isinstance(error, dist.DistError) or "gloo" in str(error)):
+        if rank_and_world(fabric)[1] == 1 or not (isinstance(error, dist.DistError) or "gloo" in str(error)):
             raise
         raise ConnectionError(
             "Lost another process of this training: it was killed, ran out of memory, failed with an error of its own, "
-            f"or kept the others waiting for {TIMEOUT}. {KEPT}"
+            f"or kept the others waiting for {TIMEOUT}. {CAN_CONTINUE}"
         ) from error

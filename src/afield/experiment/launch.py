@@ -1,11 +1,11 @@
-"""Start the processes of a training and connect them, by Lightning Fabric. Nothing else imports lightning's Fabric.
+"""Start the processes that train one model, and connect them by Lightning Fabric. Only this module imports Fabric.
 
 ddp    every process has the whole model; gradients are averaged
-fsdp   weights, gradients and optimizer states are sharded while training (PyTorch's FSDP2); the trained model is then
-       put together on every process, which therefore has to hold it once, without the rest
+fsdp   weights, gradients and optimizer states are sharded during training (PyTorch's FSDP2); every process then gets
+       the whole trained model, and has to have room for it
 
-torchrun, SLURM, LSF and MPI are recognised as Fabric does. Without them the processes of one node are started here, not
-by Fabric's own launcher: when one dies, that one kills the first without a word, so nobody is told.
+torchrun, SLURM, LSF and MPI are recognised as Fabric recognises them. Without them, the processes of one node are
+started here and not by Fabric's launcher, which kills the first process without a message when another one dies.
 """
 
 import os
@@ -20,18 +20,18 @@ import torch.distributed as dist
 from torch import nn
 
 from afield.errors import Elsewhere
-from afield.experiment.distributed import KEPT, TIMEOUT, watched
+from afield.experiment.distributed import CAN_CONTINUE, TIMEOUT, explain_failures
 
 if TYPE_CHECKING:
     from lightning.fabric import Fabric
 
-_UNIT = 1_000_000  # parameters of a block that FSDP gathers by itself
-_CLUSTERS = ("TorchElasticEnvironment", "SLURMEnvironment", "LSFEnvironment", "MPIEnvironment")
+_BLOCK_SIZE = 1_000_000  # parameters from which on FSDP gathers a block by itself
+_LAUNCHERS = ("TorchElasticEnvironment", "SLURMEnvironment", "LSFEnvironment", "MPIEnvironment")
 
 
 @dataclass(frozen=True)
 class Processes:
-    """How many processes, where, and who averages the gradients."""
+    """How many processes train one model, on which devices, and how they share the work."""
 
     devices: int = 1
     num_nodes: int = 1
@@ -40,7 +40,7 @@ class Processes:
 
     @staticmethod
     def of(devices: int, num_nodes: int, strategy: Any, accelerator: Any) -> "Processes":
-        """As asked for; where that is one process, as many as torchrun has started."""
+        """These numbers; if they say one process, those of torchrun, where it has started this one."""
         if devices < 1 or num_nodes < 1:
             raise ValueError(f"devices and num_nodes must be at least 1, got {devices} and {num_nodes}.")
         if devices == num_nodes == 1 and dist.is_torchelastic_launched():
@@ -53,16 +53,16 @@ class Processes:
         return self.devices * self.num_nodes
 
     @property
-    def alone(self) -> bool:
-        """Whether no Fabric is needed: one process, on the CPU."""
-        return self.count == 1 and self.accelerator != "cuda"
+    def need_fabric(self) -> bool:
+        """Whether there is more than one process on the CPU."""
+        return self.count > 1 or self.accelerator == "cuda"
 
 
 def launch(processes: Processes, function: Callable[..., None], *args: Any) -> None:
-    """function(fabric, *args) on every rank: in this process if a cluster's launcher started it, else in new ones."""
-    environments = _lightning().plugins.environments
-    if "LOCAL_RANK" in os.environ or any(getattr(environments, name).detect() for name in _CLUSTERS):
-        _work(None, processes, function, args)
+    """Call function(fabric, *args) on every rank: in this process if a launcher has started it, else in new ones."""
+    environments = _import_lightning().plugins.environments
+    if "LOCAL_RANK" in os.environ or any(getattr(environments, name).detect() for name in _LAUNCHERS):
+        _run_rank(None, processes, function, args)
         return
     if processes.num_nodes > 1 and not {"MASTER_ADDR", "MASTER_PORT", "NODE_RANK"} <= os.environ.keys():
         raise ValueError(
@@ -72,17 +72,17 @@ def launch(processes: Processes, function: Callable[..., None], *args: Any) -> N
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     port = os.environ.get("MASTER_PORT") or str(free_port())
     context = torch.multiprocessing.start_processes(
-        _work_at, (port, processes, function, args), nprocs=processes.devices, join=False
+        _start_rank, (port, processes, function, args), nprocs=processes.devices, join=False
     )
     try:
         while not context.join(grace_period=5):
             pass
     except torch.multiprocessing.ProcessExitedException as error:
-        if error.signal_name is None:  # it has said why
+        if error.signal_name is None:  # it has printed the reason
             raise SystemExit(error.exit_code) from error
         raise ConnectionError(
             f"Process {error.error_index} of {processes.devices} died: {error.signal_name}. If nobody stopped it, the "
-            f"machine may have run out of memory. {KEPT}"
+            f"machine may have run out of memory. {CAN_CONTINUE}"
         ) from error
     finally:
         for process in context.processes:
@@ -90,8 +90,8 @@ def launch(processes: Processes, function: Callable[..., None], *args: Any) -> N
 
 
 def connect(processes: Processes) -> "Fabric":
-    """This process as one of several, whoever started it."""
-    module = _lightning()
+    """Connect this process to the others, whoever started them."""
+    module = _import_lightning()
     kinds = module.strategies
     strategy: Any = kinds.DDPStrategy(timeout=TIMEOUT)
     if processes.strategy == "fsdp":
@@ -112,31 +112,32 @@ def connect(processes: Processes) -> "Fabric":
     return fabric
 
 
-def shard(module: nn.Module, mesh: Any, unit: int = _UNIT) -> nn.Module:
-    """FSDP for the whole, and for every large element of a Sequential or a ModuleList by itself."""
+def shard(module: nn.Module, mesh: Any, block_size: int = _BLOCK_SIZE) -> nn.Module:
+    """Shard a module by FSDP, and every large element of a Sequential or a ModuleList in it by itself."""
     from torch.distributed.fsdp import fully_shard
 
     blocks = [b for m in module.modules() if isinstance(m, nn.Sequential | nn.ModuleList) for b in m]
     inner_first = [m for m in reversed(list(module.modules())) if any(m is b for b in blocks)]
     for block in inner_first:
-        if not isinstance(block, nn.ModuleList) and sum(p.numel() for p in block.parameters()) >= unit:
+        if not isinstance(block, nn.ModuleList) and sum(p.numel() for p in block.parameters()) >= block_size:
             fully_shard(block, mesh=mesh["data_parallel"])
     fully_shard(module, mesh=mesh["data_parallel"])
     return module
 
 
-def _work_at(index: int, port: str, processes: Processes, function: Callable[..., None], args: Any) -> None:
-    """In a new process."""
+def _start_rank(index: int, port: str, processes: Processes, function: Callable[..., None], args: Any) -> None:
+    """What a new process does."""
     os.environ |= {"LOCAL_RANK": str(index), "MASTER_PORT": port}
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // processes.devices))
-    _work(index, processes, function, args)
+    _run_rank(index, processes, function, args)
 
 
-def _work(index: int | None, processes: Processes, function: Callable[..., None], args: Any) -> None:
+def _run_rank(index: int | None, processes: Processes, function: Callable[..., None], args: Any) -> None:
+    """Connect, call the function and disconnect; `index` is None in a process that was not started here."""
     try:
         fabric = connect(processes)
-        with watched(fabric):
+        with explain_failures(fabric):
             function(fabric, *args)
     except Elsewhere as error:
         raise SystemExit(1) from error
@@ -148,9 +149,9 @@ def _work(index: int | None, processes: Processes, function: Callable[..., None]
 
 
 def disconnect() -> None:
-    """Leave the process group, if this process is in one, with time for its threads to let go of their tensors.
+    """Leave the process group, if this process is in one, and give its threads time to free their tensors.
 
-    DistributedDataParallel leaves gloo's threads running. One that lets go of its last tensor while Python shuts down
+    DistributedDataParallel leaves gloo's threads running. A thread that frees its last tensor while Python shuts down
     aborts the process, after all work is done (pytorch/pytorch#179291).
     """
     if dist.is_initialized():
@@ -158,7 +159,7 @@ def disconnect() -> None:
         time.sleep(0.1)
 
 
-def _lightning() -> Any:
+def _import_lightning() -> Any:
     try:
         import lightning.fabric
         import lightning.fabric.plugins.environments
@@ -169,7 +170,7 @@ def _lightning() -> Any:
 
 
 def free_port() -> int:
-    """A port that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port that nothing listens on."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])

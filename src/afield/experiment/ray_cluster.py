@@ -1,14 +1,14 @@
-"""Work spread over a Ray cluster, with the answers and errors that local processes give.
+"""Tasks on the nodes of a Ray cluster, with the results and errors that local processes give.
 
-    spread(address, work, tasks)        work(item, folder, tell) makes files below the folder and returns their paths
+    run_on_cluster(address, work, tasks)      work(item, folder, on_progress) writes files below the folder
 
-- A worker that is lost (killed, out of memory, its node gone) has its task rerun, `RETRIES` times at most. Work that
-  keeps checkpoints in its folder goes on from them.
-- Nodes that see the driver's folder write there. That is found out, not assumed: the driver puts a file with a random
-  name into the folder, and a node that does not see it works in a folder of its own and sends the files back as bytes.
-- A task has `cpus` cores to itself, and as many threads; AFIELD_DATA, the working folder and the command line are the
-  driver's, where the node has these folders. Every node needs the same version of afield.
-- Nothing is left behind: Ctrl-C ends the workers and waits for them.
+- A task whose worker is lost (killed, out of memory, its node gone) is run again, `RETRIES` times at most. Work that
+  keeps checkpoints in its folder continues from them.
+- Nodes that see the driver's folder write there. This is tested, not assumed: the driver puts a file with a random name
+  into the folder. A node that does not see it works in a folder of its own and sends the files back as bytes.
+- A task has `cpus` cores to itself, and as many threads. AFIELD_DATA, the working folder and the command line are those
+  of the driver, where the node has these folders. Every node needs the same version of afield.
+- Ctrl-C stops the workers and waits for them.
 """
 
 import contextlib
@@ -33,58 +33,58 @@ from afield.model.saving import write_file
 from afield.version import __version__
 
 RETRIES = 3
-_PATIENCE = 60.0  # seconds that a network file system may take to show a file of another machine
-Tell = Callable[[Any], None]
-Work = Callable[[Any, Path, Tell], Sequence[Path]]
-"""(item, folder, tell) -> the files that it made below the folder, the one that makes them count last."""
+_FILE_TIMEOUT = 60.0  # seconds that a network file system may take to show a file of another machine
+OnProgress = Callable[[Any], None]
+Work = Callable[[Any, Path, OnProgress], Sequence[Path]]
+"""(item, folder, on_progress) -> the files that it wrote below the folder; last the one without which none counts."""
 
 
-def spread(
+def run_on_cluster(
     address: str,
     work: Work,
     tasks: Sequence[tuple[Any, Path]],
     *,
     cpus: int = 1,
-    on_event: Tell = lambda event: None,
+    on_progress: OnProgress = lambda event: None,
     on_done: Callable[[Any], None] = lambda item: None,
 ) -> list[BaseException]:
-    """Do the work for every (item, folder) on the cluster; what went wrong.
+    """Do the work for every (item, folder) on the cluster; return the errors.
 
-    address   as Ray has it: auto, local, host:port, ray://host:port. A session of Ray that is open is used as it is
-    on_event  hears what tasks tell
-    on_done   hears of every item whose files are in its folder
+    address      auto, local, host:port or ray://host:port, as in Ray; an open session of Ray is used as it is
+    on_progress  is called on the driver with what tasks report
+    on_done      is called with every item whose files are in its folder
     """
     if not tasks:
         return []
     errors: list[BaseException] = []
-    with connected(address) as ray, _marked({folder for _, folder in tasks}) as mark:
+    with open_session(address) as ray, _mark_folders({folder for _, folder in tasks}) as mark:
         _check_cores(ray, cpus)
-        place, mailbox = _Place(mark, cpus), _mailbox(ray)
-        remote = ray.remote(_task).options(num_cpus=cpus, max_retries=RETRIES, scheduling_strategy="SPREAD")
+        setup, mailbox = NodeSetup(mark, cpus), _start_mailbox(ray)
+        remote = ray.remote(_run_task).options(num_cpus=cpus, max_retries=RETRIES, scheduling_strategy="SPREAD")
         pending = {
-            remote.remote(work, item, folder.resolve(), number, place, mailbox): (item, folder)
+            remote.remote(work, item, folder.resolve(), number, setup, mailbox): (item, folder)
             for number, (item, folder) in enumerate(tasks)
         }
         try:
             while pending:
                 ready, _ = ray.wait(list(pending), timeout=0.2)
-                _deliver(ray, mailbox, on_event)
+                _empty_mailbox(ray, mailbox, on_progress)
                 for reference in ready:
                     item, folder = pending.pop(reference)
                     try:
-                        _bring_home(folder, ray.get(reference))
+                        _collect_files(folder, ray.get(reference))
                         on_done(item)
                     except Exception as error:
-                        errors.append(_explained(ray, error))
+                        errors.append(_unwrap_error(ray, error))
         except BaseException:
-            _stop(ray, list(pending))
+            _cancel_tasks(ray, list(pending))
             raise
     return errors
 
 
 @contextlib.contextmanager
-def connected(address: str) -> Iterator[Any]:
-    """A session of Ray: the one that is open, or one with the cluster at this address, which ends with the context."""
+def open_session(address: str) -> Iterator[Any]:
+    """The open session of Ray; if there is none, one with the cluster at this address, closed at the end."""
     try:
         import ray
     except ImportError as error:
@@ -108,7 +108,7 @@ def connected(address: str) -> Iterator[Any]:
 
 
 def _check_reachable(address: str) -> None:
-    """Ray waits minutes for an address where nothing listens."""
+    """Refuse an address where nothing listens: Ray would wait for minutes."""
     if address in ("auto", "local"):
         return
     host, _, port = address.removeprefix("ray://").partition("/")[0].rpartition(":")
@@ -123,7 +123,7 @@ def _check_reachable(address: str) -> None:
 
 
 def _check_cores(ray: Any, cpus: int) -> None:
-    """A task that no node has room for would wait for ever."""
+    """Refuse tasks that no node has room for: they would wait for ever."""
     most = max((int(node["Resources"].get("CPU", 0)) for node in ray.nodes() if node["Alive"]), default=0)
     if not 1 <= cpus <= most:
         raise ValueError(f"A run takes between 1 core and all {most} of the cluster's largest node, got {cpus}.")
@@ -133,8 +133,8 @@ def _check_cores(ray: Any, cpus: int) -> None:
 
 
 @contextlib.contextmanager
-def _marked(folders: Iterable[Path]) -> Iterator[str]:
-    """The name of a file that is in each of these folders meanwhile."""
+def _mark_folders(folders: Iterable[Path]) -> Iterator[str]:
+    """Put a file into each of these folders, and delete it at the end; its name."""
     name = f".afield-{uuid.uuid4().hex}"
     files = [folder / name for folder in folders]
     try:
@@ -147,8 +147,10 @@ def _marked(folders: Iterable[Path]) -> Iterator[str]:
             file.unlink(missing_ok=True)
 
 
-def _mailbox(ray: Any) -> Any:
-    class Mailbox:  # inside a function, and events as bytes: its process then need not import afield
+def _start_mailbox(ray: Any) -> Any:
+    """An actor of Ray that keeps what tasks report until the driver takes it."""
+
+    class Mailbox:  # in a function, and with events as bytes, so that its process need not import afield
         def __init__(self) -> None:
             self.events: list[bytes] = []
 
@@ -162,18 +164,18 @@ def _mailbox(ray: Any) -> Any:
     return ray.remote(Mailbox).options(num_cpus=0, max_restarts=-1).remote()
 
 
-def _deliver(ray: Any, mailbox: Any, on_event: Tell) -> None:
+def _empty_mailbox(ray: Any, mailbox: Any, on_progress: OnProgress) -> None:
     events: list[bytes] = []
-    with contextlib.suppress(ray.exceptions.RayError):  # the node of the mailbox is lost: it is starting elsewhere
+    with contextlib.suppress(ray.exceptions.RayError):  # its node is lost, and it is being started on another one
         events = ray.get(mailbox.take.remote(), timeout=30)
     for event in events:
-        on_event(pickle.loads(event))
+        on_progress(pickle.loads(event))
 
 
-def _bring_home(folder: Path, made: dict[Path, bytes | None]) -> None:
-    """Write files that were sent; wait for those that the node wrote itself."""
-    deadline = time.monotonic() + _PATIENCE
-    for name, content in made.items():
+def _collect_files(folder: Path, files: dict[Path, bytes | None]) -> None:
+    """Write the files that were sent; wait for those that the node has written itself."""
+    deadline = time.monotonic() + _FILE_TIMEOUT
+    for name, content in files.items():
         if content is not None:
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             write_file(folder / name, content)
@@ -183,15 +185,15 @@ def _bring_home(folder: Path, made: dict[Path, bytes | None]) -> None:
             time.sleep(0.2)
 
 
-def _stop(ray: Any, pending: list[Any]) -> None:
+def _cancel_tasks(ray: Any, pending: list[Any]) -> None:
     for reference in pending:
         ray.cancel(reference, force=True)
     if pending:
         ray.wait(pending, num_returns=len(pending), timeout=30)
 
 
-def _explained(ray: Any, error: Exception) -> BaseException:
-    """What the task raised, in place of Ray's wrapping; that is its cause, with the traceback from the node."""
+def _unwrap_error(ray: Any, error: Exception) -> BaseException:
+    """The error of the task itself; Ray's error, which has the traceback from the node, is its cause."""
     if isinstance(error, ray.exceptions.RayTaskError) and isinstance(error.cause, Exception):
         cause = error.cause
     elif isinstance(error, ray.exceptions.RayError) and not isinstance(error, ray.exceptions.RayTaskError):
@@ -209,47 +211,49 @@ def _explained(ray: Any, error: Exception) -> BaseException:
 
 
 @dataclass(frozen=True)
-class _Place:
-    """Where and how a task works; made on the driver, entered on a node."""
+class NodeSetup:
+    """What a node takes over from the driver before it runs a task."""
 
     mark: str
     cpus: int
     version: str = __version__
     command: tuple[str, ...] = field(default_factory=lambda: tuple(sys.argv))
-    data: str | None = field(default_factory=lambda: _resolved(os.environ.get("AFIELD_DATA")))
+    data: str | None = field(default_factory=lambda: _absolute(os.environ.get("AFIELD_DATA")))
     home: str = field(default_factory=os.getcwd)
 
-    def enter(self) -> None:
+    def apply(self) -> None:
         if self.version != __version__:
             raise ValueError(
                 f"The node {socket.gethostname()} has afield {__version__}, this machine {self.version}: install the "
                 "same version everywhere."
             )
         torch.set_num_threads(self.cpus)
-        sys.argv = list(self.command)  # environment.json tells the command
+        sys.argv = list(self.command)  # environment.json has the command
         if self.data is not None and os.path.isdir(self.data):
             os.environ["AFIELD_DATA"] = self.data
         if os.path.isdir(self.home):
             os.chdir(self.home)
 
 
-def _resolved(folder: str | None) -> str | None:
+def _absolute(folder: str | None) -> str | None:
     return None if folder is None else os.path.abspath(folder)
 
 
-def _task(work: Work, item: Any, folder: Path, number: int, place: _Place, mailbox: Any) -> dict[Path, bytes | None]:
-    """On a node: the files that were made, with their content where the driver cannot see them."""
+def _run_task(
+    work: Work, item: Any, folder: Path, number: int, setup: NodeSetup, mailbox: Any
+) -> dict[Path, bytes | None]:
+    """Do the work for one item on a node; its files, with their content if the driver cannot see them."""
     import ray
 
-    place.enter()
-    shared = (folder / place.mark).exists()
-    scratch = Path(tempfile.gettempdir(), place.mark, str(number))
+    setup.apply()
+    shared = (folder / setup.mark).exists()
+    scratch = Path(tempfile.gettempdir(), setup.mark, str(number))
     base = folder if shared else scratch
     base.mkdir(parents=True, exist_ok=True)
-    files = work(item, base, lambda event: mailbox.put.remote(pickle.dumps(event)))
-    made = {file.relative_to(base): None if shared else file.read_bytes() for file in files}
+    written = work(item, base, lambda event: mailbox.put.remote(pickle.dumps(event)))
+    files = {file.relative_to(base): None if shared else file.read_bytes() for file in written}
     if not shared:
         shutil.rmtree(scratch)
     with contextlib.suppress(ray.exceptions.RayError):
-        ray.get(mailbox.put.remote(), timeout=30)  # calls arrive in order: now the driver can have all events
-    return made
+        ray.get(mailbox.put.remote(), timeout=30)  # calls arrive in order: now the mailbox has all events
+    return files

@@ -1,15 +1,15 @@
-"""Run folders: everything that is known of one training, in plain formats, written atomically.
+"""Run folders: everything that is known of one run, in plain formats, written atomically.
 
     runs/<task>/<method>/<seed>/
         config.toml         what was asked for; the same file starts the same run again
-        log.jsonl           one line an epoch: loss and seconds
+        log.jsonl           one line for each epoch: loss and seconds
         checkpoint.pt       the last finished epoch, until the run is finished
-        model.safetensors   all tensors of the model; an ensemble has none, its members have
+        model.safetensors   all tensors of the model; an ensemble has none, its members have them
         predictions.npz     <part>/<field> of every `Prediction`; parts: val, test, shifted/NAME, ood/NAME, grid
         environment.json    versions, machine, command, times
-        metrics.json        all figures; written last: a folder that has it is finished
+        metrics.json        all metrics, and the cost; written last: a folder that has it is finished
 
-A lock that dies with its process guards a folder that is being written. Reports read run folders and nothing else.
+A lock, which ends with its process, guards a folder that is being written. Reports read run folders and nothing else.
 """
 
 import contextlib
@@ -41,7 +41,7 @@ _SCALARS = ("noise", "smallest_p_value")
 class Run:
     """A finished run, read from its folder.
 
-    metrics  by name, `metric/data set/score` as in `paper`
+    metrics  by name, `metric/data/score` as in `paper`
     cost     train_seconds, ms_per_example, parameters
     """
 
@@ -69,13 +69,14 @@ class Run:
         return [name.removesuffix("/logits") for name in self._names if name.endswith("/logits")]
 
     def prediction(self, part: str) -> Prediction:
-        """What the model said about a part of the task; without members and hidden vectors."""
+        """The prediction of a part of the task, without members and hidden vectors."""
         fields: dict[str, Any] = {f: self.array(f"{part}/{f}") for f in _FIELDS if f"{part}/{f}" in self}
         fields |= {f: float(self._read(f"{part}/{f}")) for f in _SCALARS if f"{part}/{f}" in self}
         return Prediction(**fields, likelihood=str(self._read(f"{part}/likelihood")))
 
     def array(self, name: str) -> Tensor:
-        """Any other array: train/x, train/y, grid/x, test/y, test/features (of a few hundred, the rows test/rows)."""
+        """Another array: train/x, train/y, grid/x, test/y, test/features (a few hundred rows, whose numbers are
+        test/rows)."""
         return torch.from_numpy(self._read(name))
 
     def __contains__(self, name: str) -> bool:
@@ -91,13 +92,29 @@ class Run:
             return file[name]
 
 
+@dataclass(frozen=True)
+class Results:
+    """What a run has measured, before it is written.
+
+    predictions  by part of the task
+    arrays       by name: targets, and what pictures are drawn from
+    metrics      by name, `metric/data/score`
+    cost         train_seconds, ms_per_example, parameters
+    """
+
+    predictions: Mapping[str, Prediction]
+    arrays: Mapping[str, Tensor]
+    metrics: Mapping[str, float]
+    cost: Mapping[str, float]
+
+
 def read(folder: Path) -> Run:
     """The finished run of a folder."""
     try:
         config = tomllib.loads((folder / CONFIG).read_text(encoding="utf-8"))
-        figures = json.loads((folder / METRICS).read_text(encoding="utf-8"))
+        measured = json.loads((folder / METRICS).read_text(encoding="utf-8"))
         environment = json.loads((folder / ENVIRONMENT).read_text(encoding="utf-8"))
-        return Run(folder, config, figures["metrics"], figures["cost"], environment)
+        return Run(folder, config, measured["metrics"], measured["cost"], environment)
     except FileNotFoundError as error:
         raise ValueError(f"{folder} is not a finished run: it has no {Path(error.filename).name}.") from error
     except (ValueError, KeyError, TypeError) as error:
@@ -112,13 +129,13 @@ def find(root: Path) -> list[Run]:
     return sorted(runs, key=lambda run: (run.task, run.method, run.seed, str(run.folder)))
 
 
-def finished(folder: Path) -> bool:
+def is_finished(folder: Path) -> bool:
     return (folder / METRICS).is_file()
 
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Hold the folder; `Busy` if another process does."""
+    """Lock the folder; `Busy` if another process has locked it."""
     from filelock import FileLock, Timeout  # a dependency of torch
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -132,14 +149,14 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def clear(folder: Path) -> None:
-    """Empty a folder that is held; its lock stays."""
+    """Delete everything in a locked folder but its lock."""
     for file in folder.iterdir():
         if file.name != ".lock":
             shutil.rmtree(file) if file.is_dir() else file.unlink()
 
 
 def write(path: Path, content: str | bytes) -> None:
-    """All of the content, or nothing."""
+    """Write all of the content, or nothing."""
     write_file(path, content.encode() if isinstance(content, str) else content)
 
 
@@ -148,14 +165,40 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def to_toml(values: Mapping[str, Any]) -> str:
-    """Flat TOML; what is None is left out. JSON's strings, numbers, booleans and lists are TOML's as well."""
+    """Flat TOML without what is None. Strings, numbers, booleans and lists are written alike in JSON and TOML."""
     lines = [f"{key} = {json.dumps(value)}" for key, value in values.items() if value is not None]
     return "\n".join(lines) + "\n"
 
 
-def spread(count: int, most: int) -> Tensor:
-    """Row numbers of at most `most` of `count` rows, evenly over all: rows can be in order of something."""
+def append_log(folder: Path, line: Mapping[str, Any]) -> None:
+    """Add a line to log.jsonl."""
+    with (folder / LOG).open("a", encoding="utf-8") as file:
+        file.write(json.dumps(line) + "\n")
+
+
+def read_log(folder: Path) -> list[dict[str, Any]]:
+    """The lines of log.jsonl, without those that a kill has cut short."""
+    lines = []
+    for line in (folder / LOG).read_text(encoding="utf-8").splitlines():
+        with contextlib.suppress(json.JSONDecodeError):
+            lines.append(json.loads(line))
+    return lines
+
+
+def write_results(folder: Path, results: Results, environment: Mapping[str, Any]) -> None:
+    """Write what a run has measured, which finishes it: metrics.json comes last."""
+    write(folder / PREDICTIONS, pack(results.predictions, results.arrays))
+    write_json(folder / ENVIRONMENT, environment)
+    write_json(folder / METRICS, {"metrics": results.metrics, "cost": results.cost})
+    (folder / CHECKPOINT).unlink(missing_ok=True)
+
+
+def evenly_spaced_rows(count: int, most: int) -> Tensor:
+    """The numbers of at most `most` of `count` rows, from first to last: rows may be sorted by something."""
     return torch.linspace(0, count - 1, min(count, most), dtype=torch.float64).round().long()
+
+
+spread = evenly_spaced_rows  # until afield.report.hidden has the new name
 
 
 def pack(predictions: Mapping[str, Prediction], arrays: Mapping[str, Tensor]) -> bytes:

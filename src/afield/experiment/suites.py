@@ -1,4 +1,4 @@
-"""Suites: which tasks and methods make a table or a figure of the paper. `SUITES["toy"]` is the low-dimensional one."""
+"""Suites: the tasks and methods of a table or a figure of the paper. `SUITES["toy"]` has the low-dimensional ones."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -25,15 +25,15 @@ CROSSES = tuple(
 )
 
 REGRESSION = ("dnn", "sngp", "mc-dropout", "deep-ensemble", "gp-exact")
-_EXACT = 10_000  # rows: beyond, an exact Gaussian process takes hours
+_MOST_ROWS_EXACT = 10_000  # with more rows, an exact Gaussian process takes hours
 
 
 @dataclass(frozen=True)
 class Suite:
     """Methods by task, and how many seeds each preset has.
 
-    splits  what differs is the split of the data, and not the seed
-    pooled  the seeds of a single model are the members of one ensemble: none is trained for it alone
+    splits  each seed is another split of the data, and not another seed of the training
+    pooled  there is one ensemble, and its members are the runs of the single model
     """
 
     title: str
@@ -50,9 +50,11 @@ class Suite:
         seeds: int | None = None,
         precision: str | None = None,
     ) -> list[Config]:
-        """All runs of the suite; `methods`, `seeds` and `precision` in the place of its own and of its tasks'."""
+        """All runs of the suite. `methods`, `seeds` and `precision` replace those of the suite and its tasks."""
         for name in methods or ():
             METHODS.check(name)
+        if preset not in self.seeds:
+            raise ValueError(f"Unknown preset {preset!r}: expected one of {', '.join(self.seeds)}.")
         count = self.seeds[preset] if seeds is None else seeds
         if count < 1:
             raise ValueError(f"A suite needs at least one seed, got {count}.")
@@ -94,7 +96,7 @@ SUITES["genomics"] = _table("genomics", "Bacteria (paper: table genomics)", ROWS
 SUITES["fashion"] = _table("fashion", "Fashion-MNIST, all crosses", (*SINGLE, *CROSSES))
 SUITES["uci"] = Suite(
     "Regression on UCI sets, a split for every seed",
-    {name: REGRESSION if rows <= _EXACT else REGRESSION[:-1] for name, (_, rows) in uci.SETS.items()},
+    {name: REGRESSION if rows <= _MOST_ROWS_EXACT else REGRESSION[:-1] for name, (_, rows) in uci.SETS.items()},
     {"smoke": 1, "small": 3, "paper": 20},
     splits=True,
 )

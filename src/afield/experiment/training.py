@@ -1,11 +1,11 @@
-"""The training loop, in full view.
+"""The training loop.
 
-A run is decided by its seed: weights, order of examples and dropout masks. With a checkpoint, a training that was
-killed goes on after its last finished epoch and ends where it would have ended, bit for bit.
+The seed decides weights, order of examples and dropout masks. With a checkpoint, a training that was killed goes on
+after its last finished epoch and ends where it would have ended, bit for bit.
 
-On several processes (`distributed`) a batch is that of all together, so settings mean the same and, up to
-rounding, so do the weights; but each rank draws dropout masks and augmentation of its own, and BatchNorm sees a rank's
-own part of a batch.
+On several processes (`distributed`) the batch size is that of all together: settings mean the same, and weights are the
+same up to rounding. But each rank draws its own dropout masks and augmentation, and BatchNorm sees only the rank's part
+of a batch.
 """
 
 import itertools
@@ -42,7 +42,8 @@ if TYPE_CHECKING:
     from lightning.fabric import Fabric
 
 OnEpoch = Callable[[int, float], None]
-_MOST_EXAMPLES, _MOST_NUMBERS = 1024, 2**24  # of a batch that is predicted
+"""(number of the epoch, from 1, and its mean loss)"""
+_MOST_EXAMPLES, _MOST_NUMBERS = 1024, 2**24  # in a batch that is predicted
 
 
 def fit(
@@ -57,29 +58,29 @@ def fit(
 ) -> nn.Module:
     """Build, train and finish a model on a task.
 
-    checkpoint  file that is written after every epoch, and read at the start if it is there
-    on_epoch    hears of every epoch's number, from 1, and mean loss
+    checkpoint  a file that is written after every epoch, and read at the start if it is there
+    on_epoch    is called with every epoch's number, from 1, and mean loss
     fabric      a launched Fabric, on each of its processes; None: this process alone, on the CPU
     changes     to the task's `Settings`, such as epochs=10
     """
     settings = replace(task.settings, **changes)
-    rank, world = distributed.rank_of(fabric)
+    rank, world = distributed.rank_and_world(fabric)
     if world > 1 and method.loss is None:
         raise ValueError(
             "This method is fitted in one pass, not by gradient steps: it has no use for several processes."
         )
     torch.manual_seed(seed)
     model = method.build(task.backbone, task.num_outputs, settings)
-    with distributed.watched(fabric):
+    with distributed.explain_failures(fabric):
         if method.loss is not None:
             freeze(model, settings.frozen)
             if world > 1:
-                torch.manual_seed(_mixed(_mixed(seed, 0), rank))  # masks and augmentation of its own
+                torch.manual_seed(_mix_seeds(_mix_seeds(seed, 0), rank))  # its own masks and augmentation
             train(model, task, method, settings, seed=seed, checkpoint=checkpoint, on_epoch=on_epoch, fabric=fabric)
         if fabric is not None:
-            model = _whole(model, task, method, settings, fabric)
+            model = _gather_model(model, task, method, settings, fabric)
         if world > 1:
-            torch.manual_seed(_mixed(seed, settings.epochs))  # from here on, all do the same
+            torch.manual_seed(_mix_seeds(seed, settings.epochs))  # from here on, all ranks do the same
         device = None if fabric is None else fabric.device
         method.finish(model, batches(task.train, device=device), batches(task.val, device=device), settings)
     return model.eval()
@@ -96,47 +97,48 @@ def train(
     on_epoch: OnEpoch,
     fabric: "Fabric | None" = None,
 ) -> None:
-    """Gradient steps on shuffled batches."""
+    """Train the model by gradient steps on shuffled batches."""
     assert method.loss is not None
     shuffle = torch.Generator()
     loader = training_batches(task, settings, shuffle)
-    step = distributed.Step(model, method.loss, fabric)
-    forward, backward = (step, Tensor.backward) if fabric is None else (fabric.setup_module(step), fabric.backward)
-    optimizer = make_optimizer(model, settings, fused=not distributed.sharded(fabric))
-    factor = schedule(settings, settings.epochs * len(loader))
-    decay = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+    loss_of: nn.Module = distributed.LossModule(model, method.loss, fabric)
+    backward: Any = Tensor.backward
+    if fabric is not None:
+        loss_of, backward = fabric.setup_module(loss_of), fabric.backward
+    optimizer = make_optimizer(model, settings, fused=not distributed.is_sharded(fabric))
+    decay = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule(settings, settings.epochs * len(loader)))
     stepper: Any = optimizer if fabric is None else fabric.setup_optimizers(optimizer)
     parts = {"model": model, "optimizer": optimizer, "decay": decay}
-    done = _resume(checkpoint, parts, fabric)
+    done = _load_checkpoint(checkpoint, parts, fabric)
     device = device_of(model) or torch.device("cpu")
-    lower = torch.autocast(device.type, torch.bfloat16, enabled=settings.precision == "bfloat16")
+    autocast = torch.autocast(device.type, torch.bfloat16, enabled=settings.precision == "bfloat16")
     model.train()
     for epoch in range(done, settings.epochs):
-        shuffle.manual_seed(_mixed(seed, epoch))
+        shuffle.manual_seed(_mix_seeds(seed, epoch))
         total, count = 0.0, 0.0
-        for batch, weight in _weighted(loader, fabric):
+        for batch, weight in _share_batches(loader, fabric):
             batch = method.transform(task.augment(batch, settings))
             batch = batch if fabric is None else fabric.to_device(batch)
             stepper.zero_grad()
-            with lower:
-                loss = forward(batch, weight)
+            with autocast:
+                loss = loss_of(batch, weight)
             backward(loss if weight == 1 else loss * weight)
             stepper.step()
             decay.step()
-            seen = len(batch[-1]) if weight else 0
-            total, count = total + float(loss.detach()) * seen, count + seen
-        total, count = distributed.summed(fabric, total, count)
+            examples = len(batch[-1]) if weight else 0
+            total, count = total + float(loss.detach()) * examples, count + examples
+        total, count = distributed.sum_over_ranks(fabric, total, count)
         if not math.isfinite(total):
             raise Diverged(
                 f"The loss became {total} in epoch {epoch + 1}. Use a smaller learning rate than "
                 f"{settings.learning_rate:g}, or some warm-up."
             )
-        _keep(checkpoint, parts, epoch + 1, fabric)
+        _save_checkpoint(checkpoint, parts, epoch + 1, fabric)
         on_epoch(epoch + 1, total / count)
 
 
 def freeze(model: nn.Module, names: Iterable[str]) -> None:
-    """Take parameters out of training, by patterns of their names from any dot on."""
+    """Take parameters out of training, by patterns that match their names, or the end of a name after a dot."""
     parameters = {f".{name}": p for name, p in model.named_parameters()}
     for pattern in names:
         chosen = [p for name, p in parameters.items() if fnmatchcase(name, f"*.{pattern}")]
@@ -147,19 +149,22 @@ def freeze(model: nn.Module, names: Iterable[str]) -> None:
 
 
 def make_optimizer(model: nn.Module, settings: Settings, *, fused: bool = True) -> torch.optim.Optimizer:
-    """The output layer, the last of the model to be registered, may have a learning rate and a decay of its own.
+    """The optimizer that the settings name.
 
-    fused  one kernel for all parameters: quicker, and not there for sharded ones
+    The output layer, which is the last child of the model, can have its own learning rate and weight decay. Biases and
+    other vectors have no decay.
+
+    fused  update all parameters by one kernel, which is faster; sharded parameters have none
     """
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    rest = settings.learning_rate, settings.weight_decay
-    own = settings.head_learning_rate, settings.head_weight_decay
-    of_its_own = tuple(r if o is None else o for o, r in zip(own, rest, strict=True))
-    head = set() if own == (None, None) else _output_parameters(model)
+    of_body = settings.learning_rate, settings.weight_decay
+    given = settings.head_learning_rate, settings.head_weight_decay
+    of_head = tuple(body if own is None else own for own, body in zip(given, of_body, strict=True))
+    head = set() if given == (None, None) else _output_parameters(model)
     groups = []
-    for of_head, (rate, decay) in ((False, rest), (True, of_its_own)):
+    for in_head, (rate, decay) in ((False, of_body), (True, of_head)):
         for matrix in (False, True):
-            chosen = [p for p in parameters.values() if (id(p) in head) == of_head and (p.dim() > 1) == matrix]
+            chosen = [p for p in parameters.values() if (id(p) in head) == in_head and (p.dim() > 1) == matrix]
             if chosen:
                 groups.append({"params": chosen, "lr": rate, "weight_decay": decay if matrix else 0.0})
     if settings.optimizer == "sgd":
@@ -169,40 +174,40 @@ def make_optimizer(model: nn.Module, settings: Settings, *, fused: bool = True) 
 
 
 def schedule(settings: Settings, steps: int) -> Callable[[int], float]:
-    """The factor of the learning rate at every step: it rises during the warm-up, then falls."""
+    """The factor of the learning rate at each step: it rises during the warm-up, then falls."""
     warmup = round(settings.warmup * steps)
 
     def factor(step: int) -> float:
         if step < warmup:
             return (step + 1) / warmup
-        part = min(1.0, (step - warmup) / max(1, steps - warmup))
+        progress = min(1.0, (step - warmup) / max(1, steps - warmup))
         if settings.schedule == "cosine":
-            return 0.5 * (1 + math.cos(math.pi * part))
+            return 0.5 * (1 + math.cos(math.pi * progress))
         if settings.schedule == "linear":
-            return 1 - part
+            return 1 - progress
         if settings.schedule == "steps":
-            return 0.2 ** sum(part >= milestone for milestone in (0.3, 0.6, 0.8))
+            return 0.2 ** sum(progress >= milestone for milestone in (0.3, 0.6, 0.8))
         return 1.0
 
     return factor
 
 
 def training_batches(task: Task, settings: Settings, shuffle: torch.Generator) -> DataLoader[Any]:
-    """Batches in the order that the generator decides, every example once an epoch."""
+    """Batches in an order drawn from the generator, with every example once in an epoch."""
     if task.order is None:
         order = RandomSampler(task.train, generator=shuffle)
         return _loader(task.train, BatchSampler(order, settings.batch_size, drop_last=False))
-    return DataLoader(task.train, batch_size=None, sampler=_Order(task, settings.batch_size, shuffle))
+    return DataLoader(task.train, batch_size=None, sampler=_TaskOrder(task, settings.batch_size, shuffle))
 
 
 def batches(
     data: Dataset[Any], size: int | None = None, *, rank: int = 0, world: int = 1, device: torch.device | None = None
 ) -> DataLoader[Any]:
-    """Batches in order, every example once; with a `world` of several, rank r has the batches r, r + world, ...
+    """Batches in order, with every example once; rank r of several has the batches r, r + world, ...
 
-    size  examples in a batch; None: 1024, or fewer if they are large, as photographs are
+    size  examples in a batch; None: 1024, or fewer if they are large, such as photographs
     """
-    size = size or min(_MOST_EXAMPLES, max(1, _MOST_NUMBERS // _numbers(data)))
+    size = size or min(_MOST_EXAMPLES, max(1, _MOST_NUMBERS // _input_size(data)))
     order: Iterable[list[int]] = BatchSampler(SequentialSampler(data), size, drop_last=False)  # type: ignore[arg-type]
     if world > 1:
         order = list(itertools.islice(order, rank, None, world))
@@ -211,33 +216,33 @@ def batches(
     return _loader(data, order, lambda batch: [part.to(device) if isinstance(part, Tensor) else part for part in batch])
 
 
-def _numbers(data: Dataset[Any]) -> int:
-    """In the input of the first example."""
+def _input_size(data: Dataset[Any]) -> int:
+    """How many numbers the first input has."""
     x = data[0][0] if len(data) else None  # type: ignore[arg-type]
     return max(1, x.numel()) if isinstance(x, Tensor) else 1
 
 
-def _weighted(loader: DataLoader[Any], fabric: "Fabric | None") -> Iterable[tuple[Any, float]]:
-    """Batches with weight 1; on several processes this one's examples of each, and what their mean loss counts for."""
-    rank, world = distributed.rank_of(fabric)
+def _share_batches(loader: DataLoader[Any], fabric: "Fabric | None") -> Iterable[tuple[Any, float]]:
+    """Each batch with weight 1; on several processes this rank's examples, with the weight of their mean loss."""
+    rank, world = distributed.rank_and_world(fabric)
     if world == 1:
         return ((batch, 1.0) for batch in loader)
     order = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
-    return DataLoader(_Part(loader.dataset), batch_size=None, sampler=_Shares(order, rank, world))
+    return DataLoader(_WeightedData(loader.dataset), batch_size=None, sampler=ShareSampler(order, rank, world))
 
 
 def _loader(
     data: Dataset[Any], order: Iterable[list[int]], then: Callable[[Any], Any] | None = None
 ) -> DataLoader[Any]:
-    """Batches of these indices, changed by `then`."""
-    if isinstance(data, TensorDataset):  # a batch at a time: one by one, small networks would wait for their data
+    """Batches of the examples with these indices; `then` changes each batch."""
+    if isinstance(data, TensorDataset):  # whole batches: small networks would wait for single examples
         return DataLoader(data, batch_size=None, sampler=order, collate_fn=then)
     collate = None if then is None else lambda examples: then(default_collate(examples))
     return DataLoader(data, batch_sampler=order, collate_fn=collate)
 
 
-class _Order(Sampler[list[int]]):
-    """The task's own batches, drawn anew in every epoch."""
+class _TaskOrder(Sampler[list[int]]):
+    """The batches of a task that has its own order, drawn anew in every epoch."""
 
     def __init__(self, task: Task, size: int, generator: torch.Generator) -> None:
         self.task, self.size, self.generator = task, size, generator
@@ -250,8 +255,8 @@ class _Order(Sampler[list[int]]):
         return math.ceil(len(self.task.train) / self.size)
 
 
-class _Shares(Sampler[tuple[list[int], float]]):
-    """Of every batch this rank's indices and weight; the first index with weight 0 where it has none."""
+class ShareSampler(Sampler[tuple[list[int], float]]):
+    """This rank's indices of every batch, and their weight; the first index with weight 0 if it has none."""
 
     def __init__(self, batches: Iterable[Any], rank: int, world: int) -> None:
         self.batches, self.rank, self.world = batches, rank, world
@@ -262,7 +267,7 @@ class _Shares(Sampler[tuple[list[int], float]]):
             yield own or batch[:1], len(own) * self.world / len(batch)
 
 
-class _Part(Dataset[tuple[Any, float]]):
+class _WeightedData(Dataset[tuple[Any, float]]):
     """(indices, weight) -> (batch, weight)."""
 
     def __init__(self, data: Any) -> None:
@@ -276,22 +281,22 @@ class _Part(Dataset[tuple[Any, float]]):
 
 
 def _output_parameters(model: nn.Module) -> set[int]:
-    """Parameters of the last child, of every member for an ensemble."""
+    """The ids of the last child's parameters; for an ensemble, of every member's."""
     if isinstance(model, nn.ModuleList):
         return set().union(*map(_output_parameters, model))
     net = getattr(model, "net", model)
     return {id(p) for p in list(net.children())[-1].parameters()}
 
 
-def _mixed(seed: int, epoch: int) -> int:
-    """One seed of two numbers: neighbouring seeds must not see each other's epochs."""
+def _mix_seeds(seed: int, epoch: int) -> int:
+    """One seed from two numbers. Runs with neighbouring seeds must not share the order of an epoch."""
     return int(torch.randint(2**62, (epoch + 1,), generator=torch.Generator().manual_seed(seed))[-1])
 
 
-def _whole(model: nn.Module, task: Task, method: Method, settings: Settings, fabric: "Fabric") -> nn.Module:
-    """The trained model on every rank: put together if it was sharded, with the first rank's batch statistics."""
-    if method.loss is not None and distributed.sharded(fabric):
-        state = distributed.state_of({"model": model}, fabric)["model"]
+def _gather_model(model: nn.Module, task: Task, method: Method, settings: Settings, fabric: "Fabric") -> nn.Module:
+    """The whole trained model on every rank, with the batch statistics of the first."""
+    if method.loss is not None and distributed.is_sharded(fabric):
+        state = distributed.collect_state({"model": model}, fabric)["model"]
         model = method.build(task.backbone, task.num_outputs, settings)
         model.load_state_dict(state)
     model.to(fabric.device)
@@ -300,24 +305,24 @@ def _whole(model: nn.Module, task: Task, method: Method, settings: Settings, fab
     return model
 
 
-def _keep(checkpoint: Path | None, parts: dict[str, Any], epoch: int, fabric: "Fabric | None") -> None:
+def _save_checkpoint(checkpoint: Path | None, parts: dict[str, Any], epoch: int, fabric: "Fabric | None") -> None:
     if checkpoint is None:
         return
-    state = distributed.state_of(parts, fabric)
-    if distributed.rank_of(fabric)[0] == 0:
+    state = distributed.collect_state(parts, fabric)
+    if distributed.rank_and_world(fabric)[0] == 0:
         temporary = checkpoint.with_suffix(".tmp")
         torch.save({**state, "epoch": epoch}, temporary)
         os.replace(temporary, checkpoint)
 
 
-def _resume(checkpoint: Path | None, parts: dict[str, Any], fabric: "Fabric | None") -> int:
-    """Bring everything back to the last finished epoch; its number, or 0 where there is nothing to go on from."""
+def _load_checkpoint(checkpoint: Path | None, parts: dict[str, Any], fabric: "Fabric | None") -> int:
+    """Restore the state after the last finished epoch; the number of that epoch, or 0 without a checkpoint."""
     state = None
     if checkpoint is not None and checkpoint.exists():
         state = torch.load(checkpoint, weights_only=True, map_location="cpu")
     epoch = 0 if state is None else int(state["epoch"])
-    if len(set(distributed.gathered(fabric, epoch))) > 1:
+    if len(set(distributed.gather(fabric, epoch))) > 1:
         raise ValueError(f"The processes do not all see {checkpoint}: the folder of runs has to be one that all share.")
     if state is not None:
-        distributed.restore(parts, state, fabric)
+        distributed.restore_state(parts, state, fabric)
     return epoch
