@@ -34,12 +34,12 @@ def main() -> None:
     print(f"{len(x)} tumours to learn from, {len(x_new)} new ones\n")
     print(f"{'':38}{'SNGPClassifier':>16}{'MLPClassifier':>16}")
     for name, rows in (("new tumours", x_new), ("double magnification", elsewhere)):
-        for what, figure in (
+        for what, metric in (
             ("accuracy", lambda model, rows=rows: model.score(rows, y_new)),
             ("mean confidence", lambda model, rows=rows: model.predict_proba(rows).max(axis=1).mean()),
             ("log loss", lambda model, rows=rows: log_loss(y_new, model.predict_proba(rows))),
         ):
-            print(f"{name + ', ' + what:<38}{figure(ours):>16.3f}{figure(theirs):>16.3f}")
+            print(f"{name + ', ' + what:<38}{metric(ours):>16.3f}{metric(theirs):>16.3f}")
         known = ours[-1].p_value(ours[:-1].transform(rows)) > ALPHA
         print(f"{name + ', refused':<38}{1 - known.mean():>16.0%}{'never':>16}\n")
 

@@ -21,7 +21,7 @@ NEEDS: dict[str, dict[str, str]] = {
 LONG = ("convert_resnet", "ddp", "intents_frozen_transformer")  # eight seconds each
 SMALL = {"intents_frozen_transformer": ["--intents", "6", "--sentences", "20"]}
 DATA = {"intents_frozen_transformer": "clinc/data_full.json"}
-# A figure of each example and the range that makes its point.
+# Numbers that each example prints, and the range that makes its point.
 POINTS: dict[str, dict[str, tuple[float, float]]] = {
     "two_moons": {r"fresh points: ([\d.]+)% right": (97, 100), r"p > 0.9, ([\d.]+)% accepted": (1, 50)},
     "convert_resnet": {r"right on fresh digits: ([\d.]+)%": (95, 100), r"noise +([\d.]+)%": (80, 100)},
