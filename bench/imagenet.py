@@ -2,9 +2,9 @@
 
     python -m bench.imagenet        writes results/imagenet-path.json, about 15 minutes on two cores
 
-It trains nothing worth having: 300 different pictures, linked into 1,000 classes (2 to train, 1 to test), are there to
+It trains nothing worth having: 300 different images, linked into 1,000 classes (2 to train, 1 to test), are there to
 show that loading, training, a kill and its resume, the posterior, calibration, evaluation and the run folder work at
-this size, and what memory they take. Training batches have 32 pictures, not 256, which would need some 25 GB.
+this size, and what memory they take. Training batches have 32 images, not 256, which would need some 25 GB.
 """
 
 import io
@@ -25,14 +25,14 @@ from afield.experiment import run_folder
 from afield.model.saving import write_file
 
 RECORD = Path(__file__).parents[1] / "results" / "imagenet-path.json"
-CLASSES, PICTURES, SIDE = 1000, 300, 256
+CLASSES, IMAGES, SIDE = 1000, 300, 256
 FLAGS = ["--preset", "paper", "--epochs", "2", "--batch-size", "32"]
 
 
 def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        make_pictures(folder)
+        make_images(folder)
         command = [sys.executable, "-m", "afield.cli.main", "train", "imagenet", *FLAGS, "--out", str(folder / "runs")]
         environment = os.environ | {"AFIELD_DATA": str(folder)}
         run = folder / "runs" / "imagenet" / "sngp" / "0"
@@ -61,21 +61,21 @@ def main() -> None:
     print(json.dumps(record, indent=1))
 
 
-def make_pictures(folder: Path) -> None:
-    """Smooth random pictures; class i has the pictures i, i + 1 to train and i + 2 to test, modulo their number."""
+def make_images(folder: Path) -> None:
+    """Smooth random images; class i has the images i, i + 1 to train and i + 2 to test, modulo their number."""
     draw = np.random.default_rng(0)
-    (folder / "pictures").mkdir()
-    for i in range(PICTURES):
+    (folder / "images").mkdir()
+    for i in range(IMAGES):
         small = Image.fromarray(draw.integers(0, 256, (8, 8, 3), dtype=np.uint8))
         content = io.BytesIO()
         small.resize((SIDE, SIDE), Image.Resampling.BICUBIC).save(content, "JPEG", quality=90)
-        (folder / "pictures" / f"{i}.JPEG").write_bytes(content.getvalue())
+        (folder / "images" / f"{i}.JPEG").write_bytes(content.getvalue())
     for label in range(CLASSES):
         for part, offsets in (("train", (0, 1)), ("val", (2,))):
             home = folder / "imagenet" / part / f"n{label:08d}"
             home.mkdir(parents=True)
             for offset in offsets:
-                os.link(folder / "pictures" / f"{(label + offset) % PICTURES}.JPEG", home / f"{offset}.JPEG")
+                os.link(folder / "images" / f"{(label + offset) % IMAGES}.JPEG", home / f"{offset}.JPEG")
 
 
 def kill_after_first_epoch(command: list[str], environment: dict[str, str], checkpoint: Path) -> float:

@@ -7,7 +7,7 @@ limit   the products of a training step alone: every Linear and convolution of t
 step    what `afield.experiment.training` does: fetch a batch, augment, loss, backward, optimiser
 share   limit / step: the part of the time that is spent in products which cannot be avoided
 
-Rounds of limit and step are interleaved; the figure is the median of their ratios. The issue of data loading is inside:
+Rounds of limit and step are interleaved; the share is the median of their ratios. Data loading is part of a step:
 `fetch` is the part of a step that the batch itself takes.
 """
 
@@ -59,7 +59,6 @@ def measure(name: str) -> dict[str, float]:
         return method.transform(task.augment(next(source), settings))
 
     def step(batch: Any) -> None:
-        assert method.loss is not None
         optimizer.zero_grad()
         method.loss(model, batch).backward()
         optimizer.step()
@@ -77,8 +76,8 @@ def measure(name: str) -> dict[str, float]:
         ratios.append(limit / (stepped - begin))
         fetching.append((fetched - begin) / (stepped - begin))
         steps.append((stepped - begin) / STEPS)
-    figures = {"share": median(ratios), "fetch": median(fetching), "step_seconds": median(steps)}
-    return {key: round(value, 4) for key, value in figures.items()}
+    metrics = {"share": median(ratios), "fetch": median(fetching), "step_seconds": median(steps)}
+    return {key: round(value, 4) for key, value in metrics.items()}
 
 
 def forever(loader: Any) -> Iterator[Any]:
@@ -90,11 +89,11 @@ def products(model: nn.Module, x: Tensor) -> list[Product]:
     """The matrix products and convolutions of one training step on x: forward, and backward for input and weight."""
     found: list[Product] = []
 
-    def note(layer: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
-        found.extend(_of_layer(layer, args[0].detach(), torch.ones_like(output)))
+    def record(layer: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+        found.extend(_products_of_layer(layer, args[0].detach(), torch.ones_like(output)))
 
     layers = [m for m in model.modules() if isinstance(m, nn.Linear | nn.Conv1d | nn.Conv2d)]
-    handles = [layer.register_forward_hook(note) for layer in layers]
+    handles = [layer.register_forward_hook(record) for layer in layers]
     try:
         with torch.no_grad():
             model(x)
@@ -104,13 +103,11 @@ def products(model: nn.Module, x: Tensor) -> list[Product]:
     return found
 
 
-def _of_layer(layer: nn.Module, x: Tensor, slope: Tensor) -> list[Product]:
+def _products_of_layer(layer: nn.Module, x: Tensor, slope: Tensor) -> list[Product]:
     w = layer.weight.detach()
-    assert isinstance(w, Tensor)
     if isinstance(layer, nn.Linear):
         x, slope = x.reshape(-1, x.shape[-1]), slope.reshape(-1, slope.shape[-1])
         return [lambda: x @ w.T, lambda: slope @ w, lambda: slope.T @ x]
-    assert isinstance(layer, nn.Conv1d | nn.Conv2d)
     geometry = (layer.stride, layer.padding, layer.dilation)
     empty = [0] * len(layer.stride)
     forward = torch.conv1d if isinstance(layer, nn.Conv1d) else torch.conv2d

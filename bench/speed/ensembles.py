@@ -12,7 +12,7 @@ from afield.backbones.resffn import ResFFN
 from afield.deploy.export import export
 from afield.methods.ensemble import combine
 from afield.methods.stacked import stack
-from bench.speed.measure import Figures, compared, measure, peer
+from bench.speed.measure import Metrics, compared, measure, peer
 from bench.speed.networks import fitted
 
 
@@ -22,7 +22,7 @@ def small(seed: int) -> afield.SNGP:
 
 
 @measure("stack", "10 members of ResFFN-12-128 as one stack, batch 64 / one by one", 0.8)
-def stacked() -> Figures:
+def stacked() -> Metrics:
     members, x = [small(seed) for seed in range(10)], torch.randn(64, 2)
     together = stack(members)
     ours, theirs = together.predict(x), combine([member.predict(x) for member in members])
@@ -35,7 +35,7 @@ def stacked() -> Figures:
 
 
 @measure("onnx", "ONNX Runtime / torch eager, ResFFN-12-128, one example", 1.0)
-def onnx() -> Figures:
+def onnx() -> Metrics:
     runtime = peer("onnxruntime")
     model, x = small(0), torch.randn(1, 2)
     with tempfile.TemporaryDirectory() as folder:

@@ -10,7 +10,7 @@ from typing import Any
 from afield.registry import Registry
 
 Work = Callable[[], Any]
-Figures = dict[str, float]
+Metrics = dict[str, float]
 
 
 class Missing(Exception):
@@ -19,37 +19,39 @@ class Missing(Exception):
 
 @dataclass(frozen=True)
 class Measure:
-    """`run` returns figures by name; `figure` is the one that is compared with the target."""
+    """`run` returns metrics by name; `metric` is the one that is compared with the target."""
 
     what: str
-    run: Callable[[], Figures]
+    run: Callable[[], Metrics]
     target: float
-    figure: str = "ratio"
+    metric: str = "ratio"
     at_least: bool = False
 
-    def met(self, figures: Figures) -> bool:
-        value = figures[self.figure]
+    def met(self, metrics: Metrics) -> bool:
+        """Whether the target is met."""
+        value = metrics[self.metric]
         return value >= self.target if self.at_least else value <= self.target
 
     @property
     def wanted(self) -> str:
+        """The target in words."""
         return f"{'>=' if self.at_least else '<='} {self.target:g}"
 
 
 MEASURES: Registry[Measure] = Registry("measure")
 
 
-def measure(name: str, what: str, target: float, **options: Any) -> Callable[[Callable[[], Figures]], Any]:
+def measure(name: str, what: str, target: float, **options: Any) -> Callable[[Callable[[], Metrics]], Any]:
     """Register a function as a measure."""
 
-    def register(run: Callable[[], Figures]) -> Callable[[], Figures]:
+    def register(run: Callable[[], Metrics]) -> Callable[[], Metrics]:
         MEASURES[name] = Measure(what, run, target, **options)
         return run
 
     return register
 
 
-def compared(ours: Work, theirs: Work, *, pairs: int = 9, calls: int = 1) -> Figures:
+def compared(ours: Work, theirs: Work, *, pairs: int = 9, calls: int = 1) -> Metrics:
     """Seconds of each, and the ratio ours / theirs, medians over pairs; `calls` calls make one timing."""
     for work in (ours, theirs):
         work()

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 import afield
 from afield.backbones.transformer import TransformerEncoder
 from afield.backbones.wide_resnet import WideResNet
-from bench.speed.measure import Figures, compared, measure
+from bench.speed.measure import Metrics, compared, measure
 
 CLASSES = 10
-Net = tuple[nn.Module, afield.SNGP, Tensor]
+Networks = tuple[nn.Module, afield.SNGP, Tensor]
 """The dense network, the converted one, inputs."""
 
 
@@ -26,20 +26,20 @@ def fitted(model: afield.SNGP) -> afield.SNGP:
     return model
 
 
-def wide_resnet(depth: int, width: int, batch: int) -> Net:
+def wide_resnet(depth: int, width: int, batch: int) -> Networks:
     torch.manual_seed(0)
     net = nn.Sequential(WideResNet(depth, width), nn.Linear(64 * width, CLASSES))
     return net, afield.sngp(net, {nn.Conv2d: 6.0}), torch.rand(batch, 3, 32, 32)
 
 
-def minilm(batch: int = 32, tokens: int = 32) -> Net:
+def minilm(batch: int = 32, tokens: int = 32) -> Networks:
     torch.manual_seed(0)
     net = nn.Sequential(TransformerEncoder(), nn.Linear(384, 150))
     return net, afield.sngp(net, {"*pooler": 0.95}), torch.randint(1000, 20000, (batch, tokens))
 
 
-def predictions(made: Net, pairs: int) -> Figures:
-    net, model, x = made
+def predictions(networks: Networks, pairs: int) -> Metrics:
+    net, model, x = networks
     net.eval()
     fitted(model)
 
@@ -51,8 +51,8 @@ def predictions(made: Net, pairs: int) -> Figures:
     return compared(lambda: model.predict(x), dense, pairs=pairs)
 
 
-def steps(made: Net, optimizer: Callable[[nn.Module], torch.optim.Optimizer], pairs: int) -> Figures:
-    net, model, x = made
+def steps(networks: Networks, optimizer: Callable[[nn.Module], torch.optim.Optimizer], pairs: int) -> Metrics:
+    net, model, x = networks
     y = torch.arange(len(x)) % CLASSES
 
     def step_of(module: nn.Module) -> Callable[[], None]:
@@ -70,20 +70,20 @@ def steps(made: Net, optimizer: Callable[[nn.Module], torch.optim.Optimizer], pa
 
 
 @measure("predict-wide-resnet", "predict (probabilities, variance, p-value), WideResNet-28-10, batch 64 / dense", 1.02)
-def predict_wide_resnet() -> Figures:
+def predict_wide_resnet() -> Metrics:
     return predictions(wide_resnet(28, 10, 64), pairs=9)
 
 
 @measure("predict-minilm", "the same, MiniLM, batch 32, 32 tokens", 1.03)
-def predict_minilm() -> Figures:
+def predict_minilm() -> Metrics:
     return predictions(minilm(), pairs=25)
 
 
 @measure("train-wide-resnet", "training step, WideResNet-16-4, batch 128, SNGP / dense", 1.08)
-def train_wide_resnet() -> Figures:
+def train_wide_resnet() -> Metrics:
     return steps(wide_resnet(16, 4, 128), lambda m: torch.optim.SGD(m.parameters(), 0.05, momentum=0.9), pairs=9)
 
 
 @measure("train-minilm", "training step, MiniLM with bounded pooler, batch 32 / dense", 1.03)
-def train_minilm() -> Figures:
+def train_minilm() -> Metrics:
     return steps(minilm(), lambda m: torch.optim.AdamW(m.parameters(), 1e-5), pairs=15)

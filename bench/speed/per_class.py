@@ -21,7 +21,7 @@ from afield.methods.frozen import fit_linear
 from afield.model.diagnose import variance_error
 from afield.model.evaluating import evaluating
 from afield.tasks.clinc import clinc
-from bench.speed.measure import Figures, Missing, compared, measure, peak_memory, peer
+from bench.speed.measure import Metrics, Missing, compared, measure, peak_memory, peer
 from bench.speed.posterior import BATCH, FEATURES, HIDDEN, data, head_alone
 
 CLASSES, FEW, RANK, TRAINING_RIDGE, NEW = 100, 10, 128, 2e-3, 500
@@ -86,7 +86,7 @@ def train_head(train: Batches, new: Tensor, classes: int, ridge: float = TRAININ
 
 
 @torch.no_grad()
-def sharpness(net: Trained) -> Figures:
+def sharpness(net: Trained) -> Metrics:
     model = net.model(None)
     p = torch.cat([model(h).softmax(-1) for h, _ in net.train])
     weight = p * (1 - p)
@@ -98,7 +98,7 @@ def sharpness(net: Trained) -> Figures:
     }
 
 
-def errors(low: afield.SNGP, exact: afield.SNGP, net: Trained) -> Figures:
+def errors(low: afield.SNGP, exact: afield.SNGP, net: Trained) -> Metrics:
     """Of the variances of new inputs; both models are fitted."""
     approximate, true = (m.predict(net.new).variance for m in (low, exact))
     assert approximate is not None
@@ -110,7 +110,7 @@ def errors(low: afield.SNGP, exact: afield.SNGP, net: Trained) -> Figures:
 
 
 @functools.cache
-def both(classes: int = CLASSES) -> tuple[afield.SNGP, afield.SNGP, Trained, Figures]:
+def both(classes: int = CLASSES) -> tuple[afield.SNGP, afield.SNGP, Trained, Metrics]:
     """Low-rank and exact, fitted; the network; and how far apart they are."""
     net = trained(classes)
     low, exact = net.model(RANK), net.model(None)
@@ -120,21 +120,21 @@ def both(classes: int = CLASSES) -> tuple[afield.SNGP, afield.SNGP, Trained, Fig
 
 
 @measure("per-class-fit", "per-class fit_posterior, K = 100, N = 10k, rank 128 / exact", 0.333)
-def per_class_fit() -> Figures:
+def per_class_fit() -> Metrics:
     low, exact, net, found = both()
     works = [functools.partial(afield.fit_posterior, m, net.train, progress=False) for m in (low, exact)]
     return compared(works[0], works[1], pairs=3) | found
 
 
 @measure("per-class-predict", "per-class predict 10k inputs, K = 100, rank 128 / exact", 0.333)
-def per_class_predict() -> Figures:
+def per_class_predict() -> Metrics:
     low, exact, net, found = both()
     x = torch.cat([h for h, _ in net.train])
     return compared(lambda: low.predict(x), lambda: exact.predict(x), pairs=3) | found
 
 
 @measure("predict-laplace", "per-class predict, K = 10: laplace-torch KFAC, last layer / rank 128", 50, at_least=True)
-def predict_laplace() -> Figures:
+def predict_laplace() -> Metrics:
     """On the same random features, with the same output weights."""
     Laplace = peer("laplace").Laplace
     low, exact, net, found = both(FEW)
@@ -155,7 +155,7 @@ def predict_laplace() -> Figures:
 
 
 @measure("per-class-exact", "exact per-class fit and predict, K = 100, N = 10k / bare loops over the classes", 1.10)
-def per_class_exact() -> Figures:
+def per_class_exact() -> Metrics:
     net = trained()
     model = net.model(None)
     x = torch.cat([h for h, _ in net.train])
@@ -167,10 +167,10 @@ def per_class_exact() -> Figures:
     def bare() -> Tensor:
         return bare_predict(model, x, bare_fit(model, x))
 
-    figures = compared(ours, bare, pairs=3)
+    metrics = compared(ours, bare, pairs=3)
     found, wanted = model.predict(x[:100]).variance, bare_predict(model, x[:100], model.head.precision.root)
     torch.testing.assert_close(found, wanted)
-    return figures
+    return metrics
 
 
 @torch.no_grad()
@@ -207,8 +207,8 @@ def memory() -> float:
     return peak_memory()
 
 
-@measure("per-class-1000", "per-class fit and predict, K = 1000, rank 256: most memory, MB", 4096, figure="memory_mb")
-def per_class_1000() -> Figures:
+@measure("per-class-1000", "per-class fit and predict, K = 1000, rank 256: most memory, MB", 4096, metric="memory_mb")
+def per_class_1000() -> Metrics:
     call = "from bench.speed.per_class import memory; print(memory())"
     out = subprocess.run([sys.executable, "-c", call], capture_output=True, text=True, check=True).stdout
     return {"memory_mb": float(out)}

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import afield
-from bench.speed.measure import Figures, compared, measure, peak_memory, peer
+from bench.speed.measure import Metrics, compared, measure, peak_memory, peer
 
 EXAMPLES, HIDDEN, FEATURES, CLASSES, BATCH = 10_000, 640, 1024, 10, 1000
 
@@ -55,14 +55,14 @@ def bare_fit(model: afield.SNGP, x: Tensor) -> Tensor:
 
 
 @measure("fit", "fit_posterior, 10k x 640 -> 1024 features, K = 10 / bare BLAS and LAPACK calls", 1.15)
-def fit() -> Figures:
+def fit() -> Metrics:
     model, (x, y) = head_alone(), data()
     batches = [(part, target) for part, target in zip(x.split(BATCH), y.split(BATCH), strict=True)]
     with torch.no_grad():
         return compared(lambda: afield.fit_posterior(model, batches), lambda: bare_fit(model, x), pairs=15)
 
 
-def laplace(structure: str) -> Figures:
+def laplace(structure: str) -> Metrics:
     """laplace-torch on the dense last layer of the same hidden vectors."""
     Laplace = peer("laplace").Laplace
     model, (x, y) = head_alone(), data()
@@ -77,17 +77,17 @@ def laplace(structure: str) -> Figures:
 
 
 @measure("fit-laplace-kron", "fit_posterior / laplace-torch, last layer, KFAC", 1.0)
-def fit_laplace_kron() -> Figures:
+def fit_laplace_kron() -> Metrics:
     return laplace("kron")
 
 
 @measure("fit-laplace-diag", "fit_posterior / laplace-torch, last layer, diagonal", 1.0)
-def fit_laplace_diag() -> Figures:
+def fit_laplace_diag() -> Metrics:
     return laplace("diag")
 
 
 @measure("fit-svgp", "fit_posterior / one epoch of gpytorch's SVGP (512 inducing points)", 1.0)
-def fit_svgp() -> Figures:
+def fit_svgp() -> Metrics:
     gpytorch = peer("gpytorch")
     model, (x, y) = head_alone(), data()
 
@@ -121,7 +121,7 @@ def fit_svgp() -> Figures:
 
 
 @measure("predict", "predict 10k inputs, shared covariance / bare torch calls", 1.10)
-def predict() -> Figures:
+def predict() -> Metrics:
     model, (x, y) = head_alone(), data()
     afield.fit_posterior(model, [(x, y)])
     head = model.head
@@ -142,7 +142,7 @@ def predict() -> Figures:
 
 
 def stream(examples: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Batches made on the way: what is in memory does not grow with their number."""
+    """Batches that are made when they are asked for: memory does not grow with their number."""
     x, y = data(4096)
     for start in range(0, examples, 4096):
         rows = min(4096, examples - start)
@@ -158,21 +158,23 @@ def seconds_and_memory(examples: int) -> tuple[float, float]:
 
 
 @measure("stream", "seconds an example, N = 10^6 / N = 10^5, streamed through fit_posterior", 1.10)
-def linear_in_examples() -> Figures:
+def linear_in_examples() -> Metrics:
     """Each in a process of its own, whose memory was never used for anything else; three times, in turn."""
     runs: dict[int, list[list[float]]] = {10_000: [], 100_000: [], 1_000_000: []}
     for _ in range(3):
-        for examples, made in runs.items():
+        for examples, results in runs.items():
             call = f"from bench.speed.posterior import *; print(*seconds_and_memory({examples}))"
             out = subprocess.run([sys.executable, "-c", call], capture_output=True, text=True, check=True).stdout
-            made.append([float(word) for word in out.split()])
-    found = {examples: [median(column) for column in zip(*made, strict=True)] for examples, made in runs.items()}
-    each = {examples: seconds / examples for examples, (seconds, _) in found.items()}
+            results.append([float(word) for word in out.split()])
+    medians = {
+        examples: [median(column) for column in zip(*results, strict=True)] for examples, results in runs.items()
+    }
+    each = {examples: seconds / examples for examples, (seconds, _) in medians.items()}
     return {
         "ratio": each[1_000_000] / each[100_000],
         "ratio_to_10k": each[1_000_000] / each[10_000],
-        "seconds": found[1_000_000][0],
-        "memory_mb_10k": found[10_000][1],
-        "memory_mb_100k": found[100_000][1],
-        "memory_mb_1m": found[1_000_000][1],
+        "seconds": medians[1_000_000][0],
+        "memory_mb_10k": medians[10_000][1],
+        "memory_mb_100k": medians[100_000][1],
+        "memory_mb_1m": medians[1_000_000][1],
     }
