@@ -1,10 +1,11 @@
 """A trained network that nobody touches: CIFAR-10 ResNet-56, ours against what people do today with the same features.
 
-    AFIELD_DATA=... python -m bench.attach        writes results/attach-cifar10.json, about 10 minutes on two cores
+    AFIELD_DATA=... python -m bench.attach        about 10 minutes on two cores; writes results/attach-cifar10.json,
+                                                  fills docs/results.md
 
 20,000 training images fit the posterior, 2,500 held-out test images calibrate, 2,500 others test; SVHN, CIFAR-100 and
-Gaussian noise are OOD. The first split is `torch.randperm(5000, generator=manual_seed(0))`; figures over ten splits say
-how much of a difference is luck. 1,000 test images of the first split are judged under 15 corruptions x 5 severities.
+Gaussian noise are OOD. The first split is `torch.randperm(5000, generator=manual_seed(0))`; ten splits say how much of
+a difference is luck. 1,000 test images of the first split are evaluated under 15 corruptions x 5 severities.
 
 softmax, temperature        the network's own probabilities, and with one temperature from the held-out images
 energy                      of the temperature-scaled logits
@@ -13,6 +14,7 @@ attach, fit_head            ours: the dense layer kept, or a Gaussian process in
 """
 
 import json
+import math
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -23,20 +25,21 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors.torch import load_file
+from scipy.optimize import minimize_scalar
 from torch import Tensor, nn
 
 import afield
 from afield.backbones import ResNetCIFAR
-from afield.model.calibration import Objective, _minimize
 from afield.model.progress import track
 from afield.model.saving import write_file
 from afield.prediction.distance_scores import FITTED
 from afield.prediction.metrics import METRICS, auroc
 from afield.prediction.prediction import Prediction
-from afield.tasks.corruptions import Corrupted
+from afield.tasks.corruptions import CorruptedSets
 from afield.tasks.image_tensors import noise
+from bench.defaults import ROOT, fill, markdown
 
-RECORD = Path(__file__).parents[1] / "results" / "attach-cifar10.json"
+RECORD, PAGE = ROOT / "results" / "attach-cifar10.json", ROOT / "docs" / "results.md"
 SETS = {
     "train": "cifar10_train20k",
     "test": "cifar10_test_dev5k",
@@ -45,6 +48,18 @@ SETS = {
 }
 OOD = ("svhn", "cifar100", "noise")
 OURS = ("attach", "fit_head")
+ROWS = {
+    "softmax": "the network itself",
+    "temperature": "temperature scaling",
+    "energy": "energy",
+    "mahalanobis": "Mahalanobis",
+    "relative_mahalanobis": "relative Mahalanobis",
+    "knn": "k nearest neighbours",
+    "fit_head": "`afield.fit_head`, a Gaussian process in its place",
+    "attach": "`afield.attach`",
+}
+COLUMNS = {"accuracy": "accuracy", "ece": "ECE", "nll": "NLL"}
+COLUMNS |= {"auroc/svhn": "AUROC SVHN", "auroc/cifar100": "AUROC CIFAR-100"}
 CORRUPTED = 1000
 Rows = dict[str, dict[str, float]]
 
@@ -62,7 +77,7 @@ def main(splits: int = 10) -> None:
     hidden = {name: hidden_of(net, torch.from_numpy(x).permute(0, 3, 1, 2)) for name, x in bytes_of.items()}
     hidden["noise"] = hidden_of(net, noise(2500, (3, 32, 32), seed=0).tensors[0])
     first = torch.randperm(5000, generator=torch.Generator().manual_seed(0))[2500 : 2500 + CORRUPTED].numpy()
-    corrupted = Corrupted(bytes_of["test"][first], labels["test"][first].numpy())
+    corrupted = CorruptedSets(bytes_of["test"][first], labels["test"][first].numpy())
     shifted = {name: hidden_of(net, corrupted[name].tensors[0]) for name in track(corrupted, "corrupted sets")}
     seen = time.perf_counter()
     models, seconds = fitted(net.linear, batches(hidden["train"], labels["train"]))
@@ -96,6 +111,18 @@ def main(splits: int = 10) -> None:
     }
     write_file(RECORD, (json.dumps(record, indent=1) + "\n").encode())
     print(json.dumps({k: record[k] for k in ("seconds", "mean")} | {"first": records[0]}, indent=1))
+    for name, text in tables().items():
+        fill(PAGE, name, text)
+
+
+def tables() -> dict[str, str]:
+    """The text between the marks of each name, from the record as it is."""
+    record = json.loads(RECORD.read_text(encoding="utf-8"))
+    rows = [["", *COLUMNS.values()]]
+    for row, label in ROWS.items():
+        of, spread = record["mean"][row], record["spread"][row]
+        rows.append([label, *[f"{of[key]:.3f} ± {spread[key]:.3f}" if key in of else "" for key in COLUMNS]])
+    return {"attach": markdown(rows, left=1)}
 
 
 def hidden_of(net: nn.Module, images: Tensor) -> Tensor:
@@ -139,10 +166,13 @@ def softmax(linear: nn.Linear, h: Tensor, scale: float) -> Prediction:
 
 
 def temperature(logits: Tensor, y: Tensor) -> float:
-    def loss(s: float, _: float) -> Tensor:
-        return nn.functional.cross_entropy(s * logits.double(), y, reduction="none")
+    """The factor of the logits, 1 / temperature, that has the least log loss."""
 
-    return _minimize(Objective(loss, np.zeros(1), 1.0), 0.0)
+    def loss(log_scale: float) -> float:
+        return float(nn.functional.cross_entropy(math.exp(log_scale) * logits.double(), y))
+
+    reach = math.log(1000)
+    return math.exp(minimize_scalar(loss, bounds=(-reach, reach), method="bounded", options={"xatol": 1e-6}).x)
 
 
 def as_features(h: Tensor) -> Prediction:

@@ -10,18 +10,19 @@ import itertools
 import json
 import multiprocessing
 from collections.abc import Callable
+from dataclasses import replace
 from statistics import mean
 from typing import Any
 
 import torch
 
 from afield.experiment.training import batches, fit
-from afield.gp import head
 from afield.methods import METHODS
+from afield.methods.method import Method
 from afield.model.sngp_model import SNGP
 from afield.prediction.metrics import METRICS, auroc
 from afield.tasks import TASKS
-from bench.defaults import FAR, PAGE, ROOT, TOYS, fill, markdown
+from bench.defaults import FAR, PAGE, ROOT, TOYS, fill, lines, markdown
 
 RECORD = ROOT / "results" / "choices.jsonl"
 CURVATURES = {"unit": "unit", "p*(1-p*)": "likelihood"}
@@ -33,17 +34,16 @@ def curvature(task_name: str, seed: int) -> list[dict[str, Any]]:
     torch.set_num_threads(1)
     task, method = TASKS[task_name](seed), METHODS["sngp"]
     model = fit(task, method, seed=seed)
-    assert isinstance(model, SNGP)
     records = []
     for name, weight in CURVATURES.items():
         model.head.curvature = weight
         method.finish(model, batches(task.train), batches(task.val))
         inside = method.predict(model, task.test.tensors[0])
         outside = method.predict(model, task.ood[FAR.get(task_name, "far")].tensors[0])
-        figures = {"nll": METRICS["nll"](inside, task.test.tensors[1])}
+        metrics = {"nll": METRICS["nll"](inside, task.test.tensors[1])}
         for score in ("variance", "dempster_shafer"):
-            figures[score] = auroc(inside.score(score), outside.score(score))
-        records.append({"kind": "curvature", "task": task_name, "seed": seed, "choice": name} | figures)
+            metrics[score] = auroc(inside.score(score), outside.score(score))
+        records.append({"kind": "curvature", "task": task_name, "seed": seed, "choice": name} | metrics)
     return records
 
 
@@ -51,15 +51,25 @@ def length_scale(task_name: str, seed: int) -> list[dict[str, Any]]:
     torch.set_num_threads(1)
     task, method, records = TASKS[task_name](seed), METHODS["sngp"], []
     for fraction, rate in itertools.product(FRACTIONS, (1e-4, 3e-3)):
-        head.LENGTH_SCALE_FRACTION = fraction
-        model = fit(task, method, seed=seed, learning_rate=rate)
+        model = fit(task, with_fraction(method, fraction), seed=seed, learning_rate=rate)
         inside = method.predict(model, task.test.tensors[0])
         outside = method.predict(model, task.ood[FAR.get(task_name, "far")].tensors[0])
-        figures = {name: METRICS[name](inside, task.test.tensors[1]) for name in ("accuracy", "nll")}
-        figures["dempster_shafer"] = auroc(inside.score(), outside.score())
+        metrics = {name: METRICS[name](inside, task.test.tensors[1]) for name in ("accuracy", "nll")}
+        metrics["dempster_shafer"] = auroc(inside.score(), outside.score())
         key = {"kind": "length_scale", "task": task_name, "seed": seed, "choice": fraction, "learning_rate": rate}
-        records.append(key | figures)
+        records.append(key | metrics)
     return records
+
+
+def with_fraction(method: Method[SNGP], fraction: float) -> Method[SNGP]:
+    """The method with another length scale, as a fraction of the median distance between hidden vectors."""
+
+    def build(*arguments: Any) -> SNGP:
+        model = method.build(*arguments)
+        model.head.random_features.fraction = fraction
+        return model
+
+    return replace(method, build=build)
 
 
 def curvature_table(records: list[dict[str, Any]]) -> str:
@@ -95,17 +105,24 @@ def _run(job: tuple[str, str, int]) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    records = [json.loads(line) for line in RECORD.read_text().splitlines()] if RECORD.exists() else []
-    done = {(r["kind"], r["task"], r["seed"]) for r in records}
+    done = {(r["kind"], r["task"], r["seed"]) for r in lines(RECORD)}
     jobs = [("curvature", task, seed) for task in TOYS for seed in range(2)]
     jobs += [("length_scale", task, seed) for task in HARD for seed in range(1)]
     with multiprocessing.get_context("spawn").Pool(2) as pool, RECORD.open("a") as file:
         for new in pool.imap_unordered(_run, [job for job in jobs if job not in done]):
             file.writelines(json.dumps(record) + "\n" for record in new)
             file.flush()
-            records += new
-    fill(PAGE, "curvature", curvature_table([r for r in records if r["kind"] == "curvature"]))
-    fill(PAGE, "length scale", length_scale_table([r for r in records if r["kind"] == "length_scale"]))
+    for name, text in tables().items():
+        fill(PAGE, name, text)
+
+
+def tables() -> dict[str, str]:
+    """The text between the marks of each name, from the record as it is."""
+    records = lines(RECORD)
+    return {
+        "curvature": curvature_table([r for r in records if r["kind"] == "curvature"]),
+        "length scale": length_scale_table([r for r in records if r["kind"] == "length_scale"]),
+    }
 
 
 if __name__ == "__main__":

@@ -39,10 +39,10 @@ def run(task_name: str, method_name: str, rate: float, seed: int) -> dict[str, A
     model = fit(task, method, seed=seed, learning_rate=rate)
     inside = method.predict(model, task.test.tensors[0])
     outside = method.predict(model, task.ood[FAR.get(task_name, "far")].tensors[0])
-    figures = {name: METRICS[name](inside, task.test.tensors[1]) for name in ("accuracy", "ece", "nll")}
-    figures |= {"auroc": auroc(inside.score(), outside.score()), "confidence_far": float(outside.confidence.mean())}
+    metrics = {name: METRICS[name](inside, task.test.tensors[1]) for name in ("accuracy", "ece", "nll")}
+    metrics |= {"auroc": auroc(inside.score(), outside.score()), "confidence_far": float(outside.confidence.mean())}
     key = {"task": task_name, "method": method_name, "learning_rate": rate, "seed": seed}
-    return key | {name: round(value, 5) for name, value in figures.items()}
+    return key | {name: round(value, 5) for name, value in metrics.items()}
 
 
 def table(records: list[dict[str, Any]]) -> str:
@@ -69,7 +69,7 @@ def markdown(rows: list[list[str]], *, left: int) -> str:
 
 
 def fill(page: Path, name: str, text: str) -> None:
-    """Put a table between its marks in a page of docs/."""
+    """Put a table between its marks in a page; tests/test_docs.py makes it again and compares."""
     begin, end = f"<!-- {name} -->", f"<!-- end of {name} -->"
     before, rest = page.read_text(encoding="utf-8").split(begin)
     write_file(page, f"{before}{begin}\n\n{text}\n\n{end}{rest.split(end)[1]}".encode())
@@ -78,16 +78,24 @@ def fill(page: Path, name: str, text: str) -> None:
 
 def main() -> None:
     RECORD.parent.mkdir(exist_ok=True)
-    records = [json.loads(line) for line in RECORD.read_text().splitlines()] if RECORD.exists() else []
-    done = {(r["task"], r["method"], r["learning_rate"], r["seed"]) for r in records}
+    done = {(r["task"], r["method"], r["learning_rate"], r["seed"]) for r in lines(RECORD)}
     wanted = [(t, m, r, s) for m, r, t, s in itertools.product(COMPARED[::-1], RATES[::-1], TOYS, SEEDS)]
     wanted = [key for key in wanted if key not in done]
     with multiprocessing.get_context("spawn").Pool(2) as pool, RECORD.open("a") as file:
         for record in track(pool.imap_unordered(_star, wanted), "runs", total=len(wanted)):
             file.write(json.dumps(record) + "\n")
             file.flush()
-            records.append(record)
-    fill(PAGE, "defaults", table(records))
+    for name, text in tables().items():
+        fill(PAGE, name, text)
+
+
+def tables() -> dict[str, str]:
+    """The text between the marks of each name, from the record as it is."""
+    return {"defaults": table(lines(RECORD))}
+
+
+def lines(record: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in record.read_text(encoding="utf-8").splitlines()] if record.exists() else []
 
 
 def _star(key: tuple[str, str, float, int]) -> dict[str, Any]:

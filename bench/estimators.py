@@ -105,8 +105,8 @@ def regress(name: str) -> list[dict[str, Any]]:
             s = np.maximum(s, 1e-6 * y.std())
             nll = np.mean(0.5 * ((y_test - m) / s) ** 2 + np.log(s) + 0.5 * np.log(2 * np.pi))
             rmse = np.sqrt(np.mean((y_test - m) ** 2))
-            figures = {"nll": float(nll), "rmse": float(rmse), "seconds": seconds}
-            records.append({"set": name, "model": model, "split": number, "rows": len(y)} | figures)
+            metrics = {"nll": float(nll), "rmse": float(rmse), "seconds": seconds}
+            records.append({"set": name, "model": model, "split": number, "rows": len(y)} | metrics)
     return records
 
 
@@ -166,7 +166,7 @@ def sets(records: list[dict[str, Any]]) -> list[str]:
     return list(dict.fromkeys(r["set"] for r in records))
 
 
-def figure(name: str, digits: int) -> Callable[[list[dict[str, Any]]], str]:
+def metric(name: str, digits: int) -> Callable[[list[dict[str, Any]]], str]:
     return lambda of: f"{mean(r[name] for r in of):.{digits}f}" if name in of[0] else ""
 
 
@@ -178,16 +178,21 @@ def main() -> None:
     record["regression"] = [r for name in REGRESSION for r in regress(name)]
     record["seconds"] = time.process_time() - start
     write_file(RECORD, (json.dumps(record, indent=1) + "\n").encode())
-    show(record)
+    for name, text in tables().items():
+        fill(PAGE, name, text)
 
 
-def show(record: dict[str, Any]) -> None:
+def tables() -> dict[str, str]:
+    """The text between the marks of each name, from the record as it is."""
+    record = json.loads(RECORD.read_text(encoding="utf-8"))
     classes, numbers = record["classification"], record["regression"]
     with_probabilities = [name for name in CLASSIFIERS if "SVC" not in name]
-    fill(PAGE, "accuracy", table(classes, list(CLASSIFIERS), figure("accuracy", 3)))
-    fill(PAGE, "log loss", table(classes, with_probabilities, figure("nll", 3)))
-    fill(PAGE, "regression", table(numbers, list(REGRESSORS), figure("nll", 3)))
-    fill(PAGE, "seconds", markdown([["", "seconds"], *[[k, f"{v:,.1f}"] for k, v in record["speed"].items()]], left=1))
+    return {
+        "accuracy": table(classes, list(CLASSIFIERS), metric("accuracy", 3)),
+        "log loss": table(classes, with_probabilities, metric("nll", 3)),
+        "regression": table(numbers, list(REGRESSORS), metric("nll", 3)),
+        "seconds": markdown([["", "seconds"], *[[k, f"{v:,.1f}"] for k, v in record["speed"].items()]], left=1),
+    }
 
 
 if __name__ == "__main__":

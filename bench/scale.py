@@ -105,9 +105,9 @@ def measured(hidden: int, features: int, classes: int, covariance: str) -> dict[
         head.precision.stale()
         head.factor()
 
-    figures = {"example_seconds": seconds(one_pass, 3) / ROWS, "factor_seconds": seconds(factor, 3)}
+    measured_seconds = {"example_seconds": seconds(one_pass, 3) / ROWS, "factor_seconds": seconds(factor, 3)}
     memory = sum(t.nbytes for t in (head.precision.data, head.precision.root, head.random_features.weight))
-    return figures | {"reduced_bytes": reduced(hidden, features, classes, covariance), "memory_bytes": memory}
+    return measured_seconds | {"reduced_bytes": reduced(hidden, features, classes, covariance), "memory_bytes": memory}
 
 
 def reduced(*size: Any) -> float:
@@ -145,8 +145,14 @@ def main() -> None:
     ]
     record = {"command": "python -m bench.scale", "threads": torch.get_num_threads(), "rates": asdict(found)}
     write_file(RECORD, (json.dumps(record | {"sizes": rows}, indent=1) + "\n").encode())
-    fill(PAGE, "checked", checked(rows))
-    fill(PAGE, "huge", huge(found))
+    for name, text in tables().items():
+        fill(PAGE, name, text)
+
+
+def tables() -> dict[str, str]:
+    """The text between the marks of each name, from the record as it is."""
+    record = json.loads(RECORD.read_text(encoding="utf-8"))
+    return {"checked": checked(record["sizes"]), "huge": huge(Rates(**record["rates"]))}
 
 
 def checked(rows: list[dict[str, Any]]) -> str:
@@ -174,13 +180,13 @@ def huge(found: Rates) -> str:
         for covariance in ("shared", "per_class")
     ]
     per_worker = HUGE["examples"] / HUGE["workers"]
-    for name, figure in (
+    for name, quantity in (
         ("pass, hours a worker", lambda f: f["example_seconds"] * per_worker / 3600),
         ("reduced, GB", lambda f: f["reduced_bytes"] / 1e9),
         ("memory, GB a worker", lambda f: f["memory_bytes"] / 1e9),
         ("factorisation, hours", lambda f: f["factor_seconds"] / 3600),
     ):
-        table.append([name, *(f"{figure(f):.3g}" for f in both)])
+        table.append([name, *(f"{quantity(f):.3g}" for f in both)])
     return markdown(table, left=1)
 
 

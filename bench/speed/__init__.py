@@ -1,6 +1,6 @@
 """Speed: what the uncertainty costs, as ratios of two things timed in one run.
 
-    make bench                        all measures, about 15 minutes; then the table in README.md and docs/speed.md
+    make bench                        all measures, about 15 minutes; then the tables in docs/speed.md and README.md
     python -m bench.speed NAME ...    some of them
     python -m bench.speed --missing   those that have no record in bench/results
 

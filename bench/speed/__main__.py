@@ -8,10 +8,21 @@ import torch
 
 from afield.model.saving import write_file
 from bench.defaults import ROOT, fill, markdown
-from bench.speed import ensembles, networks, per_class, posterior  # noqa: F401 (they register their measures)
+from bench.speed import ensembles, networks, per_class, posterior
 from bench.speed.measure import MEASURES, Missing
 
-RECORDS, PAGES = ROOT / "bench" / "results", (ROOT / "README.md", ROOT / "docs" / "speed.md")
+RECORDS = ROOT / "bench" / "results"
+PARTS = [
+    part.__name__ for part in (networks, ensembles, posterior, per_class)
+]  # whose measures the table has, in order
+PAGES = {"speed": ROOT / "docs" / "speed.md", "costs": ROOT / "README.md"}
+COSTS = {  # of the README, in seconds: measures by name
+    "predict-wide-resnet": "predict 64 images, WideResNet-28-10, s",
+    "predict-minilm": "predict 32 sentences, MiniLM, s",
+    "train-wide-resnet": "training step, 128 images, WideResNet-16-4, s",
+    "train-minilm": "training step, 32 sentences, MiniLM, s",
+}
+TINY = ("uci-small", "uci-airfoil", "dnn (members=5)")  # record, task, dense row: where it costs most
 
 
 def main() -> None:
@@ -26,29 +37,50 @@ def main() -> None:
             continue
         print(f"{name}: {one.what} ...", flush=True)
         try:
-            figures = {key: float(f"{value:.4g}") for key, value in one.run().items()}
+            metrics = {key: float(f"{value:.4g}") for key, value in one.run().items()}
         except Missing as missing:
             print(f"  left out: {missing}")
             continue
-        record = {"measure": one.what, "target": one.wanted, "met": one.met(figures), **figures}
+        record = {"measure": one.what, "target": one.wanted, "met": one.met(metrics), **metrics}
         record |= {"torch": torch.__version__, "threads": torch.get_num_threads(), "machine": platform.machine()}
         write_file(file, (json.dumps(record, indent=1) + "\n").encode())
-        print(f"  {figures} target {one.wanted}: {'met' if one.met(figures) else 'MISSED'}", flush=True)
-    text = table()
-    for page in PAGES:
-        fill(page, "speed", text)
+        print(f"  {metrics} target {one.wanted}: {'met' if one.met(metrics) else 'MISSED'}", flush=True)
+    for name, text in tables().items():
+        fill(PAGES[name], name, text)
+
+
+def tables() -> dict[str, str]:
+    """The text between the marks of each name, from the records as they are."""
+    return {"speed": table(), "costs": costs()}
 
 
 def table() -> str:
     """Markdown: one row for each measure that has a record."""
     rows = [["measure", "target", "measured"]]
-    for name, one in MEASURES.items():
+    for name, one in sorted(MEASURES.items(), key=lambda item: PARTS.index(item[1].run.__module__)):
         file = RECORDS / f"{name}.json"
         if file.exists():
             record = json.loads(file.read_text(encoding="utf-8"))
-            value = record[one.figure]
+            value = record[one.metric]
             shown = f"{value:.3g}" if value < 1000 else f"{value:.0f}"
             rows.append([one.what, one.wanted, shown + " (missed)" * (not record["met"])])
+    return markdown(rows, left=1)
+
+
+def costs() -> str:
+    """Markdown: seconds of dense networks and of ours, on networks where it costs little and where it costs most."""
+    rows = [["", "dense network", "SNGP"]]
+    for name, what in COSTS.items():
+        times = json.loads((RECORDS / f"{name}.json").read_text(encoding="utf-8"))
+        rows.append([what, f"{times['other_seconds']:.3g}", f"{times['seconds']:.3g}"])
+    record, task, dense = TINY
+    report = json.loads((ROOT / "results" / record / "report.json").read_text(encoding="utf-8"))
+    of = report["tasks"][task]["tables"]["main"]["rows"]
+    for metric, what in (("train_seconds", "training, s"), ("ms_per_example", "predict a row, ms")):
+        shown = [f"{of[row][metric]['mean']:.3g}" for row in (dense, "sngp")]
+        rows.append([f"a table (airfoil), 34,000 weights: {what}", *shown])
+    fit = json.loads((RECORDS / "fit.json").read_text(encoding="utf-8"))
+    rows.append(["`fit_posterior`, 10,000 examples, 1024 features, s", "", f"{fit['seconds']:.3g}"])
     return markdown(rows, left=1)
 
 
