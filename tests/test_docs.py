@@ -95,7 +95,7 @@ def test_every_name_of_the_pages_is_there():
     assert "from afield.integrations import huggingface as hf" in imports
     script = """if True:
         import functools, json, os, sys
-        import afield, torch  # torch once for all
+        import afield, sklearn.base, torch  # these two once for all
         names, imports = json.load(sys.stdin)
         def check(what, act):
             if os.fork() == 0:  # what one name loads must not help the next
