@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 import afield
-from afield.cli.export import Export, made, snippet, told
+from afield.cli.export import Export, snippet, summarize
 from afield.deploy.agreement import compare, differences, make_test_inputs
 from afield.deploy.export import Exported, ExportError, export
 from afield.deploy.onnx_file import convert, open_session
@@ -28,6 +28,7 @@ from afield.deploy.traced import HIDDEN, Graph, Inputs, chosen_alpha, expected, 
 from afield.errors import NotFitted
 from afield.experiment import one_run, run_folder
 from afield.experiment.config import Config
+from afield.experiment.model_folder import make_network
 from afield.model.batches import split_batch
 from afield.model.class_changes import add_class, drop_class
 from afield.model.sngp_model import SNGP
@@ -364,7 +365,7 @@ def test_an_uncalibrated_model_has_no_p_values(tmp_path: Path) -> None:
     assert (done.metadata["calibrated"], done.metadata["alpha"], done.metadata["threshold"]) == (False, None, None)
     with pytest.raises(ValueError, match=r"never calibrated.*afield.calibrate"):
         export(model, tmp_path / "model.pt2", x, alpha=0.05)
-    assert "not calibrated" in told(done)
+    assert "not calibrated" in summarize(done)
 
 
 # Reduced precision
@@ -389,7 +390,7 @@ def test_int8_leaves_the_head_alone(tmp_path: Path, needs_onnx: None) -> None:
         value = tensor.detach().numpy()
         assert any(np.array_equal(value, m) or np.array_equal(value, m.T) for m in matrices)
     assert HIDDEN not in [o.name for o in proto.graph.output]
-    report = told(done)
+    report = summarize(done)
     assert "int8" in report
     assert "same class in" in report
 
@@ -662,11 +663,11 @@ def test_command_exports_a_saved_model(
     with pytest.raises(ValueError, match=r"written by afield.save: give --net module:function.*--example"):
         Export(tmp_path / "saved").run()
     with pytest.raises(ValueError, match=r"expects module:function.*got 'Texts'"):
-        made("Texts")
+        make_network("Texts")
     with pytest.raises(ValueError, match="my_networks has no function broken"):
-        made("my_networks:broken")
+        make_network("my_networks:broken")
     with pytest.raises(ValueError, match=r"must return a torch\.nn\.Module, got dict"):
-        made("my_networks:wrong")
+        make_network("my_networks:wrong")
     np.savez(tmp_path / "empty.npz")
     with pytest.raises(ValueError, match="holds no array"):
         dataclasses.replace(command, example=tmp_path / "empty.npz").run()

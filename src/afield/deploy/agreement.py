@@ -52,11 +52,6 @@ class Agreement:
         """Of probabilities; of mean and std in units of the std."""
         return max(value for name, value in self.everywhere.items() if name in DECISIVE)
 
-    @property
-    def unsettled(self) -> int:
-        """The old name of `undetermined`, until `cli.export` uses the new one."""
-        return self.undetermined
-
 
 def compare(
     expected: Implementation, actual: Implementation, batches: Mapping[str, Batch], *, tolerance: float, seed: int = 0
