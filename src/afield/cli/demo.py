@@ -43,16 +43,16 @@ class Demo:
         run(self)
 
 
-def run(settings: Demo, console: Console | None = None) -> Path:
+def run(command: Demo, console: Console | None = None) -> Path:
     """Train, print the table and write the report; its path."""
     console, started = console or Console(), time.monotonic()
-    configs = [Config.of(settings.task, name, seed=settings.seed, epochs=settings.epochs) for name in COMPARED]
-    task = TASKS[settings.task](0)
+    configs = [Config.of(command.task, name, seed=command.seed, epochs=command.epochs) for name in COMPARED]
+    task = TASKS[command.task](0)
     if "far" not in task.ood:
         raise ValueError(f"The demo draws tasks in the plane, such as two-moons, not {task.name}.")
-    with show_progress(console, configs, settings.out, fresh=True) as bar:
+    with show_progress(console, configs, command.out, fresh=True) as bar:
         runs = run_all(
-            configs, settings.out, jobs=settings.jobs, fresh=True, on_progress=bar.on_progress, on_run=bar.on_run
+            configs, command.out, jobs=command.jobs, fresh=True, on_progress=bar.on_progress, on_run=bar.on_run
         )
     table = Table(title=f"{task.name}: {len(task.train)} training points, {len(task.ood['far'])} points far from all")
     table.add_column("method")
@@ -62,7 +62,7 @@ def run(settings: Demo, console: Console | None = None) -> Path:
         metrics = [f"{finished.metrics[name]:.3f}" for name in COLUMNS.values()]
         table.add_row(finished.method, *metrics, f"{finished.cost['train_seconds']:.0f}")
     console.print(table)
-    page = report(settings.out, title=f"afield on {task.name}")
+    page = report(command.out, title=f"afield on {task.name}")
     console.print(
         "Far away, a dense network is as sure as ever; a Gaussian process knows that it does not know.\n"
         f"Report with pictures: [bold]{page.resolve()}[/bold]   ({time.monotonic() - started:.0f} s)",

@@ -10,7 +10,7 @@ import torch
 import tyro
 
 from afield.deploy.export import OLDEST_OPSET, TOLERANCE, Exported, export
-from afield.experiment.model_folder import is_saved, make_network, open_model
+from afield.experiment.model_folder import is_saved, open_model
 
 SUFFIXES = {"onnx": ".onnx", "torch-export": ".pt2"}
 
@@ -133,6 +133,3 @@ def _read_inputs(file: Path) -> Any:
     if not inputs:
         raise ValueError(f"{file} holds no array: it should have one for each argument of the network.")
     return next(iter(inputs.values())) if len(inputs) == 1 else inputs
-
-
-made, told = make_network, summarize  # until tests/deploy/test_export.py has the new names

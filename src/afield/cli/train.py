@@ -76,7 +76,7 @@ class Train:
 
     def run(self) -> None:
         config = Config(self.task, self.method, self.seed, self.data_seed, self.preset, self.settings)
-        processes = Processes.of(self.devices, self.num_nodes, self.strategy, self.accelerator)
+        processes = Processes.of(self.devices, self.num_nodes, strategy=self.strategy, accelerator=self.accelerator)
         if processes.need_fabric:
             if self.jobs > 1 or self.cluster is not None:
                 raise ValueError("--jobs and --cluster spread runs over processes, --devices one run: use one of them.")

@@ -39,7 +39,7 @@ class Processes:
     accelerator: Literal["auto", "cpu", "cuda"] = "auto"
 
     @staticmethod
-    def of(devices: int, num_nodes: int, strategy: Any, accelerator: Any) -> "Processes":
+    def of(devices: int, num_nodes: int, *, strategy: Any, accelerator: Any) -> "Processes":
         """These numbers; if they say one process, those of torchrun, where it has started this one."""
         if devices < 1 or num_nodes < 1:
             raise ValueError(f"devices and num_nodes must be at least 1, got {devices} and {num_nodes}.")
