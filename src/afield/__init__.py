@@ -81,6 +81,7 @@ _MODULES = {  # that are used by their short name
     "stacked": "methods",
 }
 _ROOMS = (
+    *("errors", "registry", "settings"),
     *("prediction", "bounds", "gp", "model", "decide", "deploy"),
     *("backbones", "tasks", "methods", "experiment", "report", "estimators", "integrations", "cli"),
 )

@@ -29,6 +29,10 @@ class LostWorker(ChildProcessError):
     """A task whose workers died again and again."""
 
 
+class OutOfReach(ValueError):
+    """A promise that this held-out data cannot keep; the message says what would be needed."""
+
+
 class ExportError(ValueError):
     """A model that cannot be exported, or whose export answers differently. Nothing was written."""
 

@@ -29,6 +29,7 @@ from afield import estimators
 from afield.estimators import SNGPClassifier, SNGPRegressor, network, posterior, stream
 from afield.estimators.rows import Rows, split
 from afield.prediction.metrics import auroc
+from afield.settings import Settings
 
 SMALL = {"width": 8, "num_random_features": 32, "max_iter": 10, "batch_size": 64}
 QUICK = {"width": 16, "num_random_features": 64, "max_iter": 15, "random_state": 0}
@@ -487,13 +488,16 @@ def test_constant_target_and_column() -> None:
 def test_early_stopping_ends_at_the_least_held_out_loss() -> None:
     model, rows = model_and_rows("categorical", rows=150)
     rows, held = rows[:100], rows[100:]
-    how = network.Training(60, 32, 3e-2, 3e-2, 0.0, patience=3, tol=1e-4)
-    losses = network.train(model, rows, held, how).held_out
+    chosen = Settings(optimizer="adamw", epochs=60, batch_size=32, learning_rate=3e-2, head_learning_rate=3e-2)
+    how = network.Training(chosen, seed=0, patience=3, tol=1e-4)
+    losses = network.train_network(model, rows, held, how).held_out
     assert 3 < len(losses) < 60
     assert min(losses) == min(losses[:-3])
     end = torch.nn.functional.cross_entropy(model(held.x).detach(), held.y)
     assert float(end) == pytest.approx(min(losses), abs=2e-4)  # tol: a smaller gain does not count
-    whole = network.train(model, rows, held, replace(how, epochs=4, patience=None)).held_out
+    whole = network.train_network(
+        model, rows, held, replace(how, settings=replace(chosen, epochs=4), patience=None)
+    ).held_out
     end = torch.nn.functional.cross_entropy(model(held.x).detach(), held.y)
     assert len(whole) == 4
     assert float(end) == pytest.approx(whole[-1], abs=1e-5)

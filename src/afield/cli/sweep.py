@@ -32,6 +32,7 @@ from afield.experiment.many_runs import run_all
 from afield.experiment.model_folder import open_model
 from afield.experiment.task_parts import predict_part
 from afield.experiment.training import batches
+from afield.gp.likelihoods import LIKELIHOODS
 from afield.model.calibration import calibrate
 from afield.model.sngp_model import SNGP
 from afield.settings import Settings
@@ -198,7 +199,7 @@ def _add_trials(study: Any, changes: Changes, folder: Path, amplitudes: Sequence
     opened = open_model(folder)
     model, task = opened.model, opened.task
     assert task is not None
-    if not isinstance(model, SNGP) or model.head.likelihood == "gaussian":  # where calibration has no amplitude
+    if not isinstance(model, SNGP) or LIKELIHOODS[model.head.likelihood].noisy:  # where calibration has no amplitude
         return
     for amplitude in wanted:
         calibrate(model, batches(task.val), amplitude=amplitude, progress=False)

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from afield.decide.binomial import rank
 from afield.prediction.checks import check_labels
-from afield.prediction.prediction import Prediction
+from afield.prediction.prediction import Prediction, likelihood_of
 
 KINDS = ("least_ambiguous", "adaptive")
 
@@ -65,7 +65,7 @@ class PredictionIntervals:
         mean, std = prediction.mean.double(), prediction.std.double()
         half = std * torch.tensor(self.thresholds, dtype=torch.float64, device=std.device)
         lower = mean - half
-        return lower.clamp_min(0.0) if prediction.likelihood == "poisson" else lower, mean + half
+        return lower.clamp_min(likelihood_of(prediction).lowest_target), mean + half
 
 
 def prediction_sets(

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from afield.decide.thresholds import coverage_threshold, risk_threshold
 from afield.prediction.checks import check_labels
-from afield.prediction.prediction import Prediction
+from afield.prediction.prediction import Prediction, likelihood_of
 from afield.prediction.scores import SCORES
 
 Cost = float | Sequence[Sequence[float]]
@@ -215,7 +215,7 @@ def _with_threshold(
             f"A {goal} needs held-out examples{' and their targets' * (goal == 'risk')}: "
             f"afield.policy(model.predict(x){', y' * (goal == 'risk')}, {goal}=...)."
         )
-    score = SCORES.check(score or ("variance" if prediction.probs is None else "max_probability"))
+    score = SCORES.check(score or likelihood_of(prediction).doubt)
     rule = replace(rule, score=score)
     doubt = rule.doubt(prediction)
     if bool(doubt.isnan().any()):

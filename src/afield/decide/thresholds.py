@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from afield.decide.binomial import rank, tail
+from afield.errors import OutOfReach
 
 _PLACING = 10  # one in so many examples places thresholds
 _MAIN_SHARE = 0.8  # of delta, for the sequence from a low threshold
@@ -33,14 +34,14 @@ def coverage_threshold(score: Tensor, coverage: float, delta: float) -> float:
     n = len(score)
     k = rank(n, coverage, delta)
     if k is None:
-        raise ValueError(
+        raise OutOfReach(
             f"{n} held-out examples cannot promise a coverage of {coverage:g} with confidence {1 - delta:g}, only "
             f"{delta ** (1 / n):.3g}. Give at least {math.ceil(math.log(delta) / math.log(coverage))}, or ask for less."
         )
     threshold = float(score.detach().double().sort().values[k - 1])
     if threshold == math.inf:
         refused = int((score == math.inf).sum())
-        raise ValueError(
+        raise OutOfReach(
             f"A coverage of {coverage:g} cannot be reached: {refused} of {n} held-out examples are refused by their "
             "p-values. Ask for less coverage, or for fewer false alarms."
         )
@@ -61,7 +62,7 @@ def risk_threshold(score: Tensor, wrong: Tensor, risk: float, delta: float, *, s
         reachable = next(
             (r for r in rates if r > risk and _largest_threshold(score, wrong, r, delta) is not None), None
         )
-        raise ValueError(
+        raise OutOfReach(
             f"An error rate of {risk:g} cannot be promised with confidence {1 - delta:g} from these {len(wrong)} "
             f"held-out examples, {int(wrong.sum())} of them wrong; {reachable or 'no other'} can. Allow more risk, or "
             f"give more held-out data: {_fewest_examples(risk, delta)} without an error are the fewest that could do."

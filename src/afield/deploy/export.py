@@ -31,6 +31,7 @@ from afield.deploy.agreement import Agreement, compare, make_test_inputs
 from afield.deploy.onnx_file import METADATA, OLDEST_OPSET
 from afield.deploy.traced import HIDDEN, Graph, Inputs, chosen_alpha, expected, threshold
 from afield.errors import ExportError, NotFitted
+from afield.gp.likelihoods import LIKELIHOODS
 from afield.model.saving import write_file
 from afield.model.sngp_model import SNGP
 from afield.prediction.p_values import conformal_p_value
@@ -128,7 +129,7 @@ def _check_arguments(model: SNGP, format: str, labels: Sequence[str] | None, pre
         raise ValueError('precision="int8" is made by ONNX Runtime: use format="onnx", or precision="fp16".')
     if format == "onnx" and opset < OLDEST_OPSET:
         raise ValueError(f"ONNX opset {opset} is too old: the smallest that works is {OLDEST_OPSET}.")
-    classes = 2 if model.head.likelihood == "bernoulli" else model.head.out_features
+    classes = LIKELIHOODS[model.head.likelihood].num_classes(model.head.out_features)
     if labels is not None and len(labels) != classes:
         raise ValueError(f"labels must name the {classes} classes of the model, got {len(labels)} names.")
 
@@ -194,7 +195,7 @@ def _metadata(
         ],
         "outputs": [name for name in graph.outputs if name != HIDDEN],
         "labels": None if labels is None else [str(label) for label in labels],
-        "score": "variance" if head.likelihood in ("gaussian", "poisson") else "dempster_shafer",
+        "score": LIKELIHOODS[head.likelihood].score,
         "calibrated": alpha is not None,
         "alpha": alpha,
         "threshold": None if alpha is None else threshold(model, alpha),

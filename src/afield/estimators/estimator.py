@@ -11,13 +11,14 @@ from sklearn.base import BaseEstimator
 from sklearn.utils import check_array, check_random_state
 from sklearn.utils.validation import check_is_fitted, validate_data
 
-from afield.estimators.network import Training, network, predict, standardize, train
+from afield.estimators.network import Training, network, predict, standardize, train_network
 from afield.estimators.posterior import FEWEST_HELD_OUT, calibrate_on, finish
 from afield.estimators.rows import Rows, split
 from afield.estimators.stream import forget, learn, learn_keeping_reference
 from afield.gp.likelihoods import LIKELIHOODS
 from afield.model.sngp_model import SNGP
 from afield.prediction.prediction import Prediction
+from afield.settings import Settings
 
 Floats = NDArray[np.float64]
 parameters = dataclass(kw_only=True, eq=False, repr=False)  # scikit-learn has its own repr, and compares by identity
@@ -140,7 +141,7 @@ class SNGPEstimator(Fitted):
                 standardize(model, trained)
             else:
                 architecture, model = self._architecture, copy.deepcopy(self.model_)
-            history = train(model, trained, held, self._training(len(trained)))
+            history = train_network(model, trained, held, self._training(len(trained)))
         finish(model, trained)
         if len(held) >= FEWEST_HELD_OUT:
             noise = float(model.head.noise)
@@ -179,12 +180,17 @@ class SNGPEstimator(Fitted):
         return max(_LEAST_HELD_OUT, round(self.validation_fraction * rows))
 
     def _training(self, rows: int) -> Training:
-        return Training(
+        settings = Settings(
+            optimizer="adamw",
             epochs=self.max_iter,
             batch_size=self.batch_size or min(256, max(32, rows // 40)),
             learning_rate=self.learning_rate,
             head_learning_rate=self.head_learning_rate,
             weight_decay=self.weight_decay,
+        )
+        return Training(
+            settings,
+            self._seed,
             patience=self.n_iter_no_change if self.early_stopping else None,
             tol=self.tol,
             report=print if self.verbose else lambda line: None,

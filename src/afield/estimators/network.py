@@ -12,11 +12,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import BatchSampler, RandomSampler, TensorDataset
 
 from afield.backbones.resffn import ResFFN
 from afield.errors import Diverged
 from afield.estimators.rows import CHUNK, Rows
-from afield.experiment.training import make_optimizer, schedule
+from afield.experiment.training import load_batches, train
 from afield.gp.likelihoods import LIKELIHOODS
 from afield.model.convert import sngp
 from afield.model.evaluating import evaluating
@@ -65,11 +66,8 @@ def standardize(model: SNGP, rows: Rows) -> None:
 class Training:
     """How to train. `patience`: epochs without a gain of `tol` after which to stop; None runs them all."""
 
-    epochs: int
-    batch_size: int
-    learning_rate: float
-    head_learning_rate: float
-    weight_decay: float
+    settings: Settings
+    seed: int
     patience: int | None
     tol: float
     report: Callable[[str], None] = field(default=lambda line: None)
@@ -83,7 +81,7 @@ class History:
     held_out: list[float]
 
 
-def train(model: SNGP, rows: Rows, held: Rows, how: Training) -> History:
+def train_network(model: SNGP, rows: Rows, held: Rows, how: Training) -> History:
     """Gradient steps on shuffled batches, in float32; stops on held-out loss, or on training loss without such rows.
 
     With patience and held-out rows the weights end where the held-out loss was least.
@@ -93,33 +91,16 @@ def train(model: SNGP, rows: Rows, held: Rows, how: Training) -> History:
     body, loss_of, history = net[1:].float(), LIKELIHOODS[model.head.likelihood].loss, History([], [])
     (z, y, w), (z_held, y_held, w_held) = ((net[0](r.x).float(), _single(r.y), r.weight.float()) for r in (rows, held))
     w, w_held = w / w.mean(), w_held / w_held.sum()
-    settings = Settings(
-        optimizer="adamw",
-        epochs=how.epochs,
-        learning_rate=how.learning_rate,
-        head_learning_rate=how.head_learning_rate,
-        weight_decay=how.weight_decay,
-    )
-    optimizer = make_optimizer(model, settings)
-    steps = how.epochs * math.ceil(len(rows) / how.batch_size)
-    decay = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule(settings, steps))
     best, waited, kept = math.inf, 0, None
-    for epoch in range(1, how.epochs + 1):
-        body.train()
-        total = 0.0
-        for index in torch.randperm(len(rows)).split(how.batch_size):
-            optimizer.zero_grad()
-            loss = (w[index] * loss_of(body(z[index]), y[index])).mean()
-            loss.backward()
-            optimizer.step()
-            decay.step()
-            total += float(loss.detach()) * len(index)
-        if not math.isfinite(total):
-            raise Diverged(
-                f"The loss became {total} in epoch {epoch}: use a learning_rate below {how.learning_rate:g}, or look "
-                "for extreme values in the table."
-            )
-        history.loss.append(total / len(rows))
+
+    def loss(body: nn.Module, batch: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+        inputs, target, weight = batch
+        return (weight * loss_of(body(inputs), target)).mean()
+
+    def after_epoch(epoch: int, mean_loss: float) -> bool:
+        """Whether there was no gain for long enough."""
+        nonlocal best, waited, kept
+        history.loss.append(mean_loss)
         if len(held):
             with evaluating(body):
                 history.held_out.append(float((w_held * loss_of(body(z_held), y_held)).sum()))
@@ -128,8 +109,24 @@ def train(model: SNGP, rows: Rows, held: Rows, how: Training) -> History:
         if watched < best - how.tol:
             best, waited = watched, 0
             kept = {name: value.clone() for name, value in body.state_dict().items()}
-        elif (waited := waited + 1) == how.patience:
-            break
+        else:
+            waited += 1
+        return waited == how.patience
+
+    shuffle, data = torch.Generator(), TensorDataset(z, y, w)
+    order = BatchSampler(RandomSampler(data, generator=shuffle), how.settings.batch_size, drop_last=False)
+    try:
+        train(
+            body,
+            load_batches(data, order),
+            how.settings,
+            loss=loss,
+            shuffle=shuffle,
+            seed=how.seed,
+            on_epoch=after_epoch,
+        )
+    except Diverged as error:
+        raise Diverged(f"{error} Or look for extreme values in the table.") from error
     if kept is not None and how.patience is not None and len(held):
         body.load_state_dict(kept)
     body.double().eval()

@@ -55,7 +55,7 @@ class LossModule(nn.Module):
     process.
     """
 
-    def __init__(self, model: nn.Module, loss: Callable[[nn.Module, Any], Tensor], fabric: "Fabric | None") -> None:
+    def __init__(self, model: nn.Module, loss: Callable[[Any, Any], Tensor], fabric: "Fabric | None") -> None:
         super().__init__()
         self.model, self.loss, self.fabric = model, loss, fabric
         self.shares_statistics = is_sharded(fabric)  # DDP does so itself

@@ -33,6 +33,7 @@ from torch.utils.data import (
 from afield.errors import Diverged
 from afield.experiment import distributed
 from afield.methods import Method
+from afield.methods.method import Model, unchanged
 from afield.model.batches import device_of
 from afield.model.ranks import share_statistics
 from afield.settings import Settings
@@ -41,8 +42,8 @@ from afield.tasks import Task
 if TYPE_CHECKING:
     from lightning.fabric import Fabric
 
-OnEpoch = Callable[[int, float], None]
-"""(number of the epoch, from 1, and its mean loss)"""
+OnEpoch = Callable[[int, float], bool | None]
+"""(number of the epoch, from 1, and its mean loss) -> True to stop there"""
 _MOST_EXAMPLES, _MOST_NUMBERS = 1024, 2**24  # in a batch that is predicted
 
 
@@ -76,7 +77,19 @@ def fit(
             freeze(model, settings.frozen)
             if world > 1:
                 torch.manual_seed(_mix_seeds(_mix_seeds(seed, 0), rank))  # its own masks and augmentation
-            train(model, task, method, settings, seed=seed, checkpoint=checkpoint, on_epoch=on_epoch, fabric=fabric)
+            shuffle, loss = torch.Generator(), method.loss
+            train(
+                model,
+                training_batches(task, settings, shuffle),
+                settings,
+                loss=loss,
+                transform=lambda batch: method.transform(task.augment(batch, settings)),
+                shuffle=shuffle,
+                seed=seed,
+                checkpoint=checkpoint,
+                on_epoch=on_epoch,
+                fabric=fabric,
+            )
         if fabric is not None:
             model = _gather_model(model, task, method, settings, fabric)
         if world > 1:
@@ -87,21 +100,25 @@ def fit(
 
 
 def train(
-    model: nn.Module,
-    task: Task,
-    method: Method,
+    model: Model,
+    loader: DataLoader[Any],
     settings: Settings,
     *,
+    loss: Callable[[Model, Any], Tensor],
+    shuffle: torch.Generator,
     seed: int,
-    checkpoint: Path | None,
-    on_epoch: OnEpoch,
+    transform: Callable[[Any], Any] = unchanged,
+    checkpoint: Path | None = None,
+    on_epoch: OnEpoch = lambda epoch, loss: None,
     fabric: "Fabric | None" = None,
 ) -> None:
-    """Train the model by gradient steps on shuffled batches."""
-    assert method.loss is not None
-    shuffle = torch.Generator()
-    loader = training_batches(task, settings, shuffle)
-    loss_of: nn.Module = distributed.LossModule(model, method.loss, fabric)
+    """Train the model by gradient steps on shuffled batches, until all epochs are done or `on_epoch` says stop.
+
+    loss       (model, batch) -> the mean loss of the batch
+    shuffle    the generator that orders the loader's batches; it is seeded anew for every epoch
+    transform  batch -> batch, before the loss
+    """
+    loss_of: nn.Module = distributed.LossModule(model, loss, fabric)
     backward: Any = Tensor.backward
     if fabric is not None:
         loss_of, backward = fabric.setup_module(loss_of), fabric.backward
@@ -117,16 +134,16 @@ def train(
         shuffle.manual_seed(_mix_seeds(seed, epoch))
         total, count = 0.0, 0.0
         for batch, weight in _share_batches(loader, fabric):
-            batch = method.transform(task.augment(batch, settings))
+            batch = transform(batch)
             batch = batch if fabric is None else fabric.to_device(batch)
             stepper.zero_grad()
             with autocast:
-                loss = loss_of(batch, weight)
-            backward(loss if weight == 1 else loss * weight)
+                value = loss_of(batch, weight)
+            backward(value if weight == 1 else value * weight)
             stepper.step()
             decay.step()
             examples = len(batch[-1]) if weight else 0
-            total, count = total + float(loss.detach()) * examples, count + examples
+            total, count = total + float(value.detach()) * examples, count + examples
         total, count = distributed.sum_over_ranks(fabric, total, count)
         if not math.isfinite(total):
             raise Diverged(
@@ -134,7 +151,8 @@ def train(
                 f"{settings.learning_rate:g}, or some warm-up."
             )
         _save_checkpoint(checkpoint, parts, epoch + 1, fabric)
-        on_epoch(epoch + 1, total / count)
+        if on_epoch(epoch + 1, total / count):
+            break
 
 
 def freeze(model: nn.Module, names: Iterable[str]) -> None:
@@ -196,7 +214,7 @@ def training_batches(task: Task, settings: Settings, shuffle: torch.Generator) -
     """Batches in an order drawn from the generator, with every example once in an epoch."""
     if task.order is None:
         order = RandomSampler(task.train, generator=shuffle)
-        return _loader(task.train, BatchSampler(order, settings.batch_size, drop_last=False))
+        return load_batches(task.train, BatchSampler(order, settings.batch_size, drop_last=False))
     return DataLoader(task.train, batch_size=None, sampler=_TaskOrder(task, settings.batch_size, shuffle))
 
 
@@ -212,8 +230,10 @@ def batches(
     if world > 1:
         order = list(itertools.islice(order, rank, None, world))
     if device is None or device.type == "cpu":
-        return _loader(data, order)
-    return _loader(data, order, lambda batch: [part.to(device) if isinstance(part, Tensor) else part for part in batch])
+        return load_batches(data, order)
+    return load_batches(
+        data, order, lambda batch: [part.to(device) if isinstance(part, Tensor) else part for part in batch]
+    )
 
 
 def _input_size(data: Dataset[Any]) -> int:
@@ -231,7 +251,7 @@ def _share_batches(loader: DataLoader[Any], fabric: "Fabric | None") -> Iterable
     return DataLoader(_WeightedData(loader.dataset), batch_size=None, sampler=ShareSampler(order, rank, world))
 
 
-def _loader(
+def load_batches(
     data: Dataset[Any], order: Iterable[list[int]], then: Callable[[Any], Any] | None = None
 ) -> DataLoader[Any]:
     """Batches of the examples with these indices; `then` changes each batch."""

@@ -31,6 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from afield.errors import DamagedModel
+from afield.gp.likelihoods import LIKELIHOODS
 from afield.integrations import every_example_once
 from afield.model import convert
 from afield.model.calibration import Calibration, calibrate
@@ -217,7 +218,7 @@ class TextClassifier:
     max_length: int | None = None
 
     def __post_init__(self) -> None:
-        if self.model.head.likelihood not in ("categorical", "bernoulli"):
+        if not LIKELIHOODS[self.model.head.likelihood].of_classes:
             raise ValueError(f"TextClassifier expects classes, got a {self.model.head.likelihood} model: use predict.")
         if self.tokenizer.pad_token_id is None:
             raise ValueError(

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from afield.decide.policies import Outcome, policy
+from afield.errors import OutOfReach
 from afield.experiment import run_folder
 from afield.experiment.run_folder import Run
 from afield.model.calibration import cut_in_two
@@ -55,7 +56,7 @@ def evaluate_policies(run: Run) -> PolicyResults | None:
     for risk in RISKS:
         try:
             outcomes[risk] = policy(val[rows], y[rows], risk=risk, delta=DELTA).outcome(test, target)
-        except ValueError:  # these examples cannot promise it
+        except OutOfReach:
             outcomes[risk] = None
     return PolicyResults(test.score("max_probability"), test.labels == target, len(rows), outcomes)
 
