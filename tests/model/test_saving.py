@@ -5,9 +5,12 @@ import inspect
 import io
 import json
 import os
+import random
 import re
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +25,7 @@ import afield
 from afield.bounds.spectral import bounds_of
 from afield.errors import DamagedModel, NotFitted
 from afield.model import saving
+from afield.model.files import hash_json
 from afield.model.posterior import update
 from afield.model.saving import FORMAT, INDEX, read_index
 
@@ -88,6 +92,14 @@ def identical(one: afield.SNGP, two: afield.SNGP, x: Tensor) -> None:
     assert all(a[name].tobytes() == b[name].tobytes() and a[name].dtype == b[name].dtype for name in a)
 
 
+def bits(model: afield.SNGP) -> dict[str, tuple[torch.dtype, torch.Size, bytes]]:
+    """The state to the last bit, NaN included."""
+    return {
+        name: (t.dtype, t.shape, t.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        for name, t in model.state_dict().items()
+    }
+
+
 # Round trips -----------------------------------------------------------------------------------------------------
 
 MODELS: dict[str, Callable[[], afield.SNGP]] = {
@@ -139,9 +151,7 @@ def test_a_calibrated_model_answers_identically_in_a_fresh_process(tmp_path):
 def test_the_whole_state_comes_back_and_what_trains(name, tmp_path):
     model = MODELS[name]()
     back = afield.load(afield.save(model, tmp_path / "model"), Convolutional())
-    before, after = model.state_dict(), back.state_dict()
-    assert before.keys() == after.keys()
-    assert all(torch.equal(v, after[k]) and v.dtype == after[k].dtype for k, v in before.items())
+    assert bits(model) == bits(back)
     assert (back.kind, back.output) == (model.kind, model.output)
     assert [b.c for b in all_bounds(back)] == [b.c for b in all_bounds(model)]
     assert [p.requires_grad for p in back.parameters()] == [p.requires_grad for p in model.parameters()]
@@ -247,6 +257,44 @@ def test_double_precision_survives(convert, tmp_path):
     back = afield.load(afield.save(model, tmp_path), mlp())
     assert {p.dtype for p in back.parameters()} == {torch.float64}
     identical(model, back, torch.randn(5, 3, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("convert", [afield.sngp, afield.attach])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64, "mixed"])
+def test_every_dtype_survives_bit_for_bit(convert, dtype, tmp_path):
+    model = convert(mlp(), num_random_features=8, length_scale=1.0)
+    afield.fit_posterior(model, [torch.randn(30, 3)])
+    model.predict(torch.randn(2, 3))
+    if dtype == "mixed":
+        model.net[0].to(torch.bfloat16)
+        model.head.random_features.to(torch.float64)
+    else:
+        model.to(dtype)
+    back = afield.load(afield.save(model, tmp_path), mlp().double())
+    assert bits(back) == bits(model)
+    assert [p.dtype for p in back.parameters()] == [p.dtype for p in model.parameters()]
+    if dtype != "mixed":
+        x = torch.randn(5, 3).to(dtype)
+        assert torch.equal(back(x), model(x))
+
+
+class Tied(nn.Module):
+    """One matrix under two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.out = nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 2)
+        self.b.weight = self.a.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.b(torch.tanh(self.a(x))))
+
+
+def test_tied_weights_stay_tied_in_half_precision(tmp_path):
+    model = afield.sngp(Tied(), None, num_random_features=8, length_scale=1.0).to(torch.bfloat16)
+    back = afield.load(afield.save(model, tmp_path), Tied())
+    assert back.net.a.weight is back.net.b.weight
+    assert bits(back) == bits(model)
 
 
 @pytest.mark.parametrize("likelihood", ["gaussian", "poisson", "bernoulli"])
@@ -393,12 +441,126 @@ def test_a_full_disk_leaves_the_old_model_and_no_temporary_files(tmp_path, monke
     identical(old, afield.load(tmp_path, mlp()), torch.randn(5, 3))
 
 
+# Many at once ----------------------------------------------------------------------------------------------------
+
+SAVER = """
+import sys, time, torch
+torch.set_num_threads(1)
+import afield
+from torch import nn
+folder, seed, seconds = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
+torch.manual_seed(seed)
+model = afield.sngp(nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 3)), num_random_features=8, length_scale=1.0)
+end, count = time.monotonic() + seconds, 0
+while time.monotonic() < end or count < 5:
+    with torch.no_grad():
+        model.net[0].bias.fill_(count)
+    afield.save(model, folder, metadata={"saver": seed, "count": count})
+    count += 1
+"""
+
+
+@pytest.mark.parametrize("seconds", [1, pytest.param(60, marks=pytest.mark.slow)])
+def test_two_savers_and_two_loaders_always_meet_a_whole_model(seconds, tmp_path):
+    folder = tmp_path / "model"
+    afield.save(small(), folder, metadata={"saver": 0, "count": None})
+    savers = [subprocess.Popen([sys.executable, "-c", SAVER, str(folder), str(n), str(seconds)]) for n in (1, 2)]
+    seen: set[tuple[int, Any]] = set()
+    errors: list[BaseException] = []
+
+    def look() -> None:
+        try:
+            while any(saver.poll() is None for saver in savers):
+                model, index = saving.load_with_index(folder, mlp())
+                told = index["metadata"]
+                if told["count"] is not None:  # tensors and index are of one saver, and of one save
+                    assert set(model.net[0].bias.tolist()) == {float(told["count"])}
+                seen.add((told["saver"], told["count"]))
+        except BaseException as error:
+            errors.append(error)
+
+    loaders = [threading.Thread(target=look) for _ in range(2)]
+    for loader in loaders:
+        loader.start()
+    for loader in loaders:
+        loader.join()
+    assert [saver.wait() for saver in savers] == [0, 0]
+    assert not errors
+    assert {saver for saver, _ in seen} >= {1, 2}
+    assert len(files(folder)) == 2
+
+
+def test_a_saver_waits_for_another_and_keeps_its_tensors(tmp_path, monkeypatch):
+    """The second saver comes between the tensors and the index of the first."""
+    one, two, write = small(), small(), saving.write_file
+    afield.save(small(), tmp_path)
+    second = threading.Thread(target=afield.save, args=(two, tmp_path))
+
+    def slow(path: Path, content: bytes) -> None:
+        if path.name == INDEX and threading.current_thread() is threading.main_thread():
+            second.start()
+            time.sleep(0.2)
+        write(path, content)
+
+    monkeypatch.setattr(saving, "write_file", slow)
+    afield.save(one, tmp_path)
+    second.join()
+    identical(two, afield.load(tmp_path, mlp()), torch.randn(5, 3))
+    assert len(files(tmp_path)) == 2
+
+
+def test_a_loader_starts_again_when_the_model_is_replaced_under_its_hands(tmp_path, monkeypatch):
+    one, two = small(), small()
+    afield.save(one, tmp_path)
+    read = saving._read_tensor_file
+
+    def replaced(folder: Path, index: Any) -> bytes:
+        monkeypatch.setattr(saving, "_read_tensor_file", read)
+        afield.save(two, tmp_path)
+        return read(folder, index)
+
+    monkeypatch.setattr(saving, "_read_tensor_file", replaced)
+    identical(two, afield.load(tmp_path, mlp()), torch.randn(5, 3))
+
+
+def test_what_killed_savers_left_is_swept_and_what_is_young_stays(tmp_path):
+    afield.save(small(), tmp_path)
+    names = {
+        "old temporary": f".{INDEX}.0123456789abcdef.tmp",
+        "old tensors": "model-0123456789abcdef.safetensors",
+        "young temporary": ".model-0000000000000000.safetensors.fedcba9876543210.tmp",
+        "young tensors": "model-fedcba9876543210.safetensors",
+        "not ours": "model-final.safetensors",
+    }
+    for kind, name in names.items():
+        (tmp_path / name).write_bytes(b"x")
+        if not kind.startswith("young"):
+            os.utime(tmp_path / name, (1e9, 1e9))
+    afield.save(small(), tmp_path)
+    assert {kind for kind, name in names.items() if (tmp_path / name).exists()} == {
+        *("young temporary", "young tensors", "not ours")
+    }
+
+
+@pytest.mark.skipif(os.name != "posix", reason="permissions of POSIX")
+@pytest.mark.parametrize(("umask", "mode"), [(0o077, 0o600), (0o022, 0o644), (0o002, 0o664)])
+def test_the_umask_decides_who_may_read(umask, mode, tmp_path):
+    before = os.umask(umask)
+    try:
+        afield.save(small(), tmp_path)
+    finally:
+        os.umask(before)
+    assert {file.stat().st_mode & 0o777 for file in tmp_path.iterdir()} == {mode}
+
+
 # Damage ----------------------------------------------------------------------------------------------------------
 
 
 def rewrite(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    """Change the index as somebody would who makes the hash anew."""
     index = json.loads((folder / INDEX).read_text())
     change(index)
+    index["sha256"] = hash_json({name: value for name, value in index.items() if name != "sha256"})
     (folder / INDEX).write_text(json.dumps(index))
 
 
@@ -409,7 +571,9 @@ def tensor_file(folder: Path) -> Path:
 def swap_tensors(folder: Path, payload: bytes) -> None:
     """Other bytes, with a hash that matches them."""
     tensor_file(folder).write_bytes(payload)
-    rewrite(folder, lambda index: index["tensors"].update(sha256=hashlib.sha256(payload).hexdigest()))
+    rewrite(
+        folder, lambda index: index["tensors"].update(sha256=hashlib.sha256(payload).hexdigest(), bytes=len(payload))
+    )
 
 
 def truncated(path: Path) -> None:
@@ -440,7 +604,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda f: rewrite(f, lambda i: i["settings"].update(bound=[[{"type": "Bogus"}, 1.0]])),
         "Bogus|damaged|another network|does not fit",
     ),
-    "newer format": (lambda f: rewrite(f, lambda i: i.update(format=FORMAT + 1)), "format 2.*Upgrade afield"),
+    "newer format": (lambda f: rewrite(f, lambda i: i.update(format=FORMAT + 1)), "format 3.*Upgrade afield"),
     "no tensors": (lambda f: tensor_file(f).unlink(), r"incomplete: model-.*missing"),
     "truncated tensors": (lambda f: truncated(tensor_file(f)), "damaged or truncated"),
     "flipped bit": (lambda f: flipped(tensor_file(f)), "damaged or truncated"),
@@ -465,6 +629,142 @@ def test_damage_is_told(damage, tmp_path):
     cause, message = DAMAGE[damage]
     cause(folder)
     with pytest.raises(DamagedModel, match=f"(?s){message}"):
+        afield.load(folder, mlp())
+
+
+def leaves(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """The places of all fields of a JSON value."""
+    if not isinstance(value, dict | list) or not value:
+        return [path]
+    items = value.items() if isinstance(value, dict) else enumerate(value)
+    return [place for key, child in items for place in leaves(child, (*path, key))]
+
+
+def test_every_edit_of_any_field_of_the_index_is_refused(tmp_path):
+    folder = afield.save(small(bound=0.95, ridge=2.0), tmp_path, metadata={"labels": ["a", "b"], "n": 1})
+    text = (folder / INDEX).read_text()
+    places = leaves(json.loads(text))
+    assert ("settings", "bound", "0") in places
+    for place in places:
+        index = json.loads(text)
+        parent = index
+        for key in place[:-1]:
+            parent = parent[key]
+        old = parent[place[-1]]
+        for new in (4.95, "other", None):
+            if new == old:
+                continue
+            parent[place[-1]] = new
+            (folder / INDEX).write_text(json.dumps(index))
+            with pytest.raises(DamagedModel, match=r"damaged|format .* Upgrade|incomplete"):
+                afield.load(folder, mlp())
+        del parent[place[-1]]
+        (folder / INDEX).write_text(json.dumps(index))
+        with pytest.raises(DamagedModel, match="damaged"):
+            afield.load(folder, mlp())
+    (folder / INDEX).write_text(json.dumps(json.loads(text) | {"more": 1}))
+    with pytest.raises(DamagedModel, match="the hash inside does not match"):
+        afield.load(folder, mlp())
+    (folder / INDEX).write_text(json.dumps(json.loads(text), sort_keys=True))  # the same content, laid out otherwise
+    afield.load(folder, mlp())
+
+
+def test_an_index_of_the_first_format_still_opens(tmp_path):
+    model = small()
+    folder = afield.save(model, tmp_path)
+    index = json.loads((folder / INDEX).read_text())
+    del index["sha256"], index["tensors"]["bytes"]
+    (folder / INDEX).write_text(json.dumps(index | {"format": 1}))
+    identical(model, afield.load(folder, mlp()), torch.randn(5, 3))
+
+
+def flip_bits(file: Path, number: int, accepted: Callable[[], bool]) -> int:
+    """How many of these flips of one bit each were accepted as something else; the file is restored."""
+    content, generator, wrong = file.read_bytes(), random.Random(number), 0
+    for _ in range(number):
+        place = generator.randrange(8 * len(content))
+        damaged = bytearray(content)
+        damaged[place // 8] ^= 1 << place % 8
+        file.write_bytes(damaged)
+        wrong += accepted()
+    file.write_bytes(content)
+    return wrong
+
+
+@pytest.mark.parametrize("number", [150, pytest.param(5000, marks=pytest.mark.slow)])
+def test_no_flipped_bit_is_ever_silently_wrong(number, tmp_path):
+    model, net = small(), mlp()
+    folder = afield.save(model, tmp_path, metadata={"labels": ["a", "b", "c"]})
+    index, state = read_index(folder), bits(model)
+
+    def accepted_as_another() -> bool:
+        try:
+            back, found = saving.load_with_index(folder, net)
+        except DamagedModel:
+            return False
+        return bits(back) != state or found != index
+
+    for file in (folder / INDEX, tensor_file(folder)):
+        assert flip_bits(file, number, accepted_as_another) == 0
+
+
+def header(payload: bytes) -> tuple[dict[str, Any], bytes]:
+    size = int.from_bytes(payload[:8], "little")
+    return json.loads(payload[8 : 8 + size]), payload[8 + size :]
+
+
+def with_header(head: dict[str, Any], data: bytes) -> bytes:
+    text = json.dumps(head).encode()
+    return len(text).to_bytes(8, "little") + text + data
+
+
+HUGE = 2**40
+HOSTILE: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "shape": lambda h: h["net.0.bias"].update(shape=[HUGE, HUGE]),
+    "shape and place": lambda h: h["net.0.bias"].update(shape=[HUGE], data_offsets=[0, 4 * HUGE]),
+    "negative": lambda h: h["net.0.bias"].update(shape=[-5]),
+    "dtype": lambda h: h["net.0.bias"].update(dtype="F1024"),
+    "text": lambda h: h["net.0.bias"].update(shape="5"),
+    "overlap": lambda h: h["net.0.bias"].update(data_offsets=[0, 20]),
+    "many dimensions": lambda h: h["net.0.bias"].update(shape=[1] * 1000 + [5]),
+    "no entry": lambda h: h.update({"net.0.bias": None}),
+}
+
+
+@pytest.mark.parametrize("change", HOSTILE)
+def test_a_hostile_header_is_refused_before_a_tensor_is_made(change, tmp_path, monkeypatch):
+    folder = afield.save(small(bound=None), tmp_path)
+    head, data = header(tensor_file(folder).read_bytes())
+    HOSTILE[change](head)
+    swap_tensors(folder, with_header(head, data))
+    monkeypatch.setattr("afield.model.files.load", None)
+    with pytest.raises(DamagedModel, match="it is not a safetensors file"):
+        afield.load(folder, mlp())
+
+
+@pytest.mark.parametrize("payload", [b"", b"\x00" * 8, b"\xff" * 8 + b"{}", b"\x02" + b"\x00" * 7 + b"[]"])
+def test_a_header_that_is_none_is_refused(payload, tmp_path):
+    folder = afield.save(small(), tmp_path)
+    swap_tensors(folder, payload)
+    with pytest.raises(DamagedModel, match="it is not a safetensors file"):
+        afield.load(folder, mlp())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda s: s["head"].update(num_random_features=HUGE),
+            "num_random_features = 1099511627776, the tensors say 8",
+        ),
+        (lambda s: s["head"].update(out_features=HUGE), "out_features = 1099511627776, the tensors say 3"),
+        (lambda s: s.update(classes={"added": HUGE, "dropped": []}), r"classes\.added = 1099511627776, .* say 0"),
+    ],
+)
+def test_settings_never_build_more_than_the_tensors_hold(change, message, tmp_path):
+    folder = afield.save(small(), tmp_path)
+    rewrite(folder, lambda index: change(index["settings"]))
+    with pytest.raises(DamagedModel, match=message):
         afield.load(folder, mlp())
 
 

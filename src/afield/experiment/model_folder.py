@@ -149,8 +149,7 @@ def _open_saved(folder: Path, net: nn.Module | str | None) -> OpenedModel:
             f"{folder} was written by afield.save: give --net module:function, which makes its network (in Python: "
             "net, the network itself or that text)."
         )
-    model = saving.load(folder, make_network(net) if isinstance(net, str) else net)
-    index = saving.read_index(folder)
+    model, index = saving.load_with_index(folder, make_network(net) if isinstance(net, str) else net)
     return OpenedModel(
         folder=folder,
         kind=model.kind,

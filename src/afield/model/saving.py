@@ -3,32 +3,41 @@
 A model is a folder with `afield.json` and the tensor file that it names. The tensor file has its hash in its name and
 is written first; replacing `afield.json` is the one step that makes the new model the current one. A crash at any
 point leaves the old model or the new one, never a mixture.
+
+`afield.json` holds the hash of the tensor file and its own, so that a change of any bit is noticed. Savers of one
+folder take turns. A loader that finds the model replaced under its hands starts again.
 """
 
+import contextlib
 import hashlib
+import inspect
 import json
 import os
-import tempfile
+import re
+import time
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
-from torch import nn
+from torch import Tensor, nn
 
 from afield.bounds.spectral import bounds_of
 from afield.errors import DamagedModel
-from afield.gp.head import SCALARS
+from afield.gp.features import RandomFeatures
 from afield.model import convert
 from afield.model.class_changes import change_outputs
+from afield.model.files import hash_json, read_tensors, sweep, sweep_temporary, tensor_shapes, write_file
 from afield.model.layers import layers_of
 from afield.model.sngp_model import SNGP
 from afield.version import __version__
 
-FORMAT = 1
+FORMAT = 2
+OLD_FORMAT = 1  # without a hash of the index
 INDEX = "afield.json"
+_TENSOR_FILE = re.compile(r"model-[0-9a-f]{16}\.safetensors")
+_TRIES = 200  # of a loader whose model is replaced while it reads
 
 
 def save(model: SNGP, path: str | os.PathLike[str], *, metadata: dict[str, Any] | None = None) -> Path:
@@ -46,6 +55,7 @@ def save(model: SNGP, path: str | os.PathLike[str], *, metadata: dict[str, Any] 
     tensors = {name: t.detach().cpu().contiguous().clone() for name, t in model.state_dict().items()}
     payload = save_tensors(tensors)
     digest = hashlib.sha256(payload).hexdigest()
+    file = f"model-{digest[:16]}.safetensors"
     index = {
         "format": FORMAT,
         "afield": __version__,
@@ -54,32 +64,30 @@ def save(model: SNGP, path: str | os.PathLike[str], *, metadata: dict[str, Any] 
         "settings": model.settings | ({"bound": _bounds(model)} if model.kind == "sngp" else {}),
         "in_features": model.head.in_features,
         "out_features": model.head.out_features,
-        "tensors": {"file": f"model-{digest[:16]}.safetensors", "sha256": digest},
+        "tensors": {"file": file, "bytes": len(payload), "sha256": digest},
         "metadata": metadata or {},
     }
-    text = json.dumps(index, indent=2, allow_nan=False) + "\n"
-    write_file(folder / f"model-{digest[:16]}.safetensors", payload)
-    write_file(folder / INDEX, text.encode())
-    for old in folder.glob("model-*.safetensors"):
-        if digest[:16] not in old.name:
-            old.unlink()
+    index = json.loads(json.dumps(index, allow_nan=False))
+    text = json.dumps(index | {"sha256": hash_json(index)}, indent=2) + "\n"
+    with _one_saver_at_a_time(folder):
+        _publish(folder, file, payload, text)
     return folder
 
 
 def load(path: str | os.PathLike[str], net: nn.Module) -> SNGP:
     """The model saved in a folder, on the architecture of `net`, whose own weights do not matter."""
+    return load_with_index(path, net)[0]
+
+
+def load_with_index(path: str | os.PathLike[str], net: nn.Module) -> tuple[SNGP, dict[str, Any]]:
+    """The model, and the index that it was saved with."""
     folder = Path(path)
-    index = read_index(folder)
-    file = folder / index["tensors"]["file"]
-    if not file.is_file():
-        raise DamagedModel(f"{folder} is incomplete: {file.name} is missing. Save the model again.")
-    payload = file.read_bytes()
-    if hashlib.sha256(payload).hexdigest() != index["tensors"]["sha256"]:
-        raise DamagedModel(f"{file} is damaged or truncated: its hash does not match {INDEX}. Save the model again.")
+    index, payload = _read_whole(folder)
     try:
-        tensors = load_tensors(payload)
-    except SafetensorError as error:
-        raise DamagedModel(f"{file} is not a safetensors file: {error}") from error
+        tensors = read_tensors(payload)
+        _check_sizes(index, tensor_shapes(payload))
+    except ValueError as error:
+        raise DamagedModel(f"{folder / index['tensors']['file']} is damaged: {error}. Save the model again.") from error
     model = _rebuild(index, net)
     expected, problems = model.state_dict(), []
     for name in sorted(expected.keys() | tensors.keys()):
@@ -90,13 +98,12 @@ def load(path: str | os.PathLike[str], net: nn.Module) -> SNGP:
     try:
         if problems:
             raise RuntimeError("\n".join(problems[:10]))
-        floating = {t.dtype for n, t in tensors.items() if t.is_floating_point() and not _always_double(n)}
-        if len(floating) == 1:
-            model.to(floating.pop())
+        _take_dtypes(model, tensors)
         model.load_state_dict(tensors)
+        _check_loaded(model, tensors)
     except RuntimeError as error:
         raise DamagedModel(f"{folder} was saved from another network than {type(net).__name__}:\n{error}") from error
-    return model.eval()
+    return model.eval(), index
 
 
 def read_index(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -107,13 +114,17 @@ def read_index(path: str | os.PathLike[str]) -> dict[str, Any]:
     try:
         index = json.loads(file.read_text(encoding="utf-8"))
         version = index["format"]
+        if version == FORMAT or "sha256" in index:
+            content = {name: value for name, value in index.items() if name != "sha256"}
+            if version in (FORMAT, OLD_FORMAT) and index.get("sha256") != hash_json(content):
+                raise ValueError("its content is not what was written: the hash inside does not match")
         file_name, settings = str(index["tensors"]["file"]), index["settings"]
-        index["tensors"]["sha256"], settings["output"], settings["head"].items()
+        index["tensors"]["sha256"], settings["output"], settings["head"].items(), index["metadata"].items()
         if index["kind"] not in ("sngp", "attach"):
             raise ValueError(f"unknown kind {index['kind']!r}")
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DamagedModel(f"{file} is damaged, or not written by afield: {error!r}") from error
-    if version != FORMAT:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise DamagedModel(f"{file} is damaged, or not written by afield: {error!r} Save the model again.") from error
+    if version not in (FORMAT, OLD_FORMAT):
         raise DamagedModel(
             f"{file} has format {version}, written by afield {index.get('afield')}; this afield ({__version__}) reads "
             f"format {FORMAT}. Upgrade afield."
@@ -121,6 +132,119 @@ def read_index(path: str | os.PathLike[str]) -> dict[str, Any]:
     if Path(file_name).name != index["tensors"]["file"]:
         raise DamagedModel(f"{file} names a tensor file outside its folder: {index['tensors']['file']!r}.")
     return index
+
+
+# Saving
+
+
+@contextlib.contextmanager
+def _one_saver_at_a_time(folder: Path) -> Iterator[None]:
+    """Wait for the other savers of the folder. The lock is on the folder itself, and ends with its process.
+
+    Where there are no such locks, savers rely on sweeping only what is old.
+    """
+    try:
+        import fcntl
+    except ImportError:  # Windows
+        yield
+        return
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        with contextlib.suppress(OSError):  # or a forked child would go on holding it
+            fcntl.flock(handle, fcntl.LOCK_UN)
+        os.close(handle)
+
+
+def _publish(folder: Path, file: str, payload: bytes, text: str) -> None:
+    """Write tensors and index; delete the tensors that they replace, and what killed savers have left."""
+    before = _current_file(folder)
+    try:
+        write_file(folder / file, payload)
+        write_file(folder / INDEX, text.encode())
+    except BaseException:
+        if file != _current_file(folder):
+            (folder / file).unlink(missing_ok=True)
+        raise
+    current = {file, _current_file(folder)}
+    if before is not None and before not in current:
+        (folder / before).unlink(missing_ok=True)
+    now = (folder / INDEX).stat().st_mtime
+    sweep_temporary(folder, now)
+    sweep(folder, now, lambda name: _TENSOR_FILE.fullmatch(name) is not None, {name for name in current if name})
+
+
+def _current_file(folder: Path) -> str | None:
+    """The tensor file of the model that is there, if there is one."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
+        name = json.loads((folder / INDEX).read_text(encoding="utf-8"))["tensors"]["file"]
+        return name if _TENSOR_FILE.fullmatch(name) else None
+    return None
+
+
+def _bounds(model: SNGP) -> dict[str, float]:
+    """What is bounded now, by name: rules may name a user's own types, and bounds change and fold away."""
+    return {name: next(iter(b.values())).c for name, layer in layers_of(model.net) if (b := bounds_of(layer))}
+
+
+# Loading
+
+
+def _read_whole(folder: Path) -> tuple[dict[str, Any], bytes]:
+    """Index and tensor file of one saver."""
+    for _ in range(_TRIES):
+        seen = _index_version(folder)
+        index = read_index(folder)
+        try:
+            return index, _read_tensor_file(folder, index)
+        except DamagedModel:
+            if _index_version(folder) == seen:
+                raise
+        time.sleep(0.001)
+    raise DamagedModel(f"{folder} was replaced {_TRIES} times while it was read. Save the model less often.")
+
+
+def _index_version(folder: Path) -> tuple[int, int] | None:
+    """Another one after every save."""
+    with contextlib.suppress(OSError):
+        status = (folder / INDEX).stat()
+        return status.st_ino, status.st_mtime_ns
+    return None
+
+
+def _read_tensor_file(folder: Path, index: Mapping[str, Any]) -> bytes:
+    file, expected = folder / index["tensors"]["file"], index["tensors"]
+    damaged = DamagedModel(f"{file} is damaged or truncated: its hash does not match {INDEX}. Save the model again.")
+    try:
+        with file.open("rb") as content:
+            if os.fstat(content.fileno()).st_size != expected.get("bytes", os.fstat(content.fileno()).st_size):
+                raise damaged
+            payload = content.read()
+    except (FileNotFoundError, IsADirectoryError) as error:
+        raise DamagedModel(f"{folder} is incomplete: {file.name} is missing. Save the model again.") from error
+    if hashlib.sha256(payload).hexdigest() != expected["sha256"]:
+        raise damaged
+    return payload
+
+
+def _check_sizes(index: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Refuse settings that would build a larger head than the file holds, before it is built."""
+    head, classes = index["settings"]["head"], index["settings"].get("classes") or {}
+    default = inspect.signature(RandomFeatures).parameters["num_random_features"].default
+    suffix = "random_features.weight"
+    prefix = next((name.removesuffix(suffix) for name in shapes if name.endswith(f".{suffix}")), "")
+    first = shapes.get(f"{prefix}weight", (head.get("out_features"),))  # a kept output layer is the network's own
+    declared = {
+        "num_random_features": (head.get("num_random_features", default), shapes.get(prefix + suffix, (0,))[0]),
+        "out_features": (head.get("out_features", first[0]), first[0]),
+        "classes.added": (classes.get("added", 0), sum(name.startswith(f"{prefix}added.") for name in shapes)),
+    }
+    for name, (said, held) in declared.items():
+        if said != held:
+            raise ValueError(f"{INDEX} says {name} = {said}, the tensors say {held}")
 
 
 def _rebuild(index: dict[str, Any], net: nn.Module) -> SNGP:
@@ -136,29 +260,38 @@ def _rebuild(index: dict[str, Any], net: nn.Module) -> SNGP:
             added = [nn.Parameter(zeros.clone()) for _ in range(classes["added"])]
             change_outputs(model, added, classes["dropped"])
         return model
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, IndexError, RuntimeError, OverflowError) as error:
         raise DamagedModel(f"The saved model does not fit {type(net).__name__}: {error}") from error
 
 
-def _bounds(model: SNGP) -> dict[str, float]:
-    """What is bounded now, by name: rules may name a user's own types, and bounds change and fold away."""
-    return {name: next(iter(b.values())).c for name, layer in layers_of(model.net) if (b := bounds_of(layer))}
+def _take_dtypes(model: SNGP, tensors: Mapping[str, Tensor]) -> None:
+    """Give every parameter and buffer the dtype that it was saved with."""
+    kinds = {tensors[name].dtype for name, p in model.named_parameters() if p.is_floating_point()}
+    if len(kinds) == 1:
+        model.to(kinds.pop())  # with buffers that are not saved
+    for name, saved in tensors.items():
+        path, _, leaf = name.rpartition(".")
+        module = model.get_submodule(path)
+        parameter, buffer = module._parameters.get(leaf), module._buffers.get(leaf)
+        own = parameter if parameter is not None else buffer
+        if own is None or own.dtype == saved.dtype:
+            continue
+        if not (own.is_floating_point() and saved.is_floating_point()):
+            raise RuntimeError(f"{name}: {own.dtype} in the network, {saved.dtype} in the file")
+        if parameter is not None:
+            parameter.data = parameter.data.to(saved.dtype)
+        else:
+            module._buffers[leaf] = own.to(saved.dtype)
 
 
-def _always_double(name: str) -> bool:
-    return name.endswith(("precision.data", "precision.mass", "reference", "length_scale", "radius", *SCALARS))
+def _check_loaded(model: SNGP, tensors: Mapping[str, Tensor]) -> None:
+    """What was read is what the model now holds, bit for bit."""
+    for name, own in model.state_dict().items():
+        saved = tensors[name]
+        same = own.dtype == saved.dtype and own.shape == saved.shape
+        if not same or not torch.equal(_bits(own.cpu()), _bits(saved)):
+            raise RuntimeError(f"{name}: the network holds {own.dtype} {tuple(own.shape)} otherwise than the file")
 
 
-def write_file(path: Path, data: bytes) -> None:
-    """Write to a temporary name, flush to disk, rename."""
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
