@@ -35,6 +35,7 @@ from afield.registry import Registry
 # scale that went on following them runs away with them.
 LENGTH_SCALE_FRACTION = 1.0
 _MOST_PAIRED_ROWS = 1024
+_LEARNED = ("shift", "gain", "length_scale", "radius")  # from the data
 
 
 @dataclass(frozen=True)
@@ -170,13 +171,9 @@ class RandomFeatures(nn.Module):
         self.register_buffer("gain", torch.full((moments,), math.nan))
         self.register_buffer("radius", torch.tensor(math.nan if grow else math.inf, dtype=torch.float64))
         self._fixed = length_scale is not None
-        self._adapted = self._fixed and not moments and not grow
+        self.adapted = False  # whether the length scale and the moments are known
+        self.forget_data()
         self.register_load_state_dict_post_hook(_after_load)
-
-    @property
-    def adapted(self) -> bool:
-        """Whether the length scale and the moments are known."""
-        return self._adapted
 
     def adapt(self, h: Tensor, moments: tuple[Tensor, Tensor] | None = None) -> None:
         """Take the moments and the length scale from the hidden vectors h (N, d).
@@ -187,9 +184,14 @@ class RandomFeatures(nn.Module):
         found = self._from_data(h, moments)
         if any(bool(torch.isnan(t).any()) for t in found):
             raise ValueError("Standardisation needs finite hidden vectors, got NaN or infinity in the first batch.")
-        for own, value in zip(self._learned(), found, strict=True):
-            own.copy_(value)
-        self._adapted = True
+        for name, value in zip(_LEARNED, found, strict=True):  # replaced, not written into: predictions may read them
+            own = getattr(self, name)
+            setattr(self, name, value.to(own.device, own.dtype, copy=True))
+        self.adapted = True
+
+    def forget_data(self) -> None:
+        """Take what comes from the data anew: `adapt` has to be called again."""
+        self.adapted = self._fixed and not self.shift.numel() and not self.grow
 
     def forward(self, h: Tensor) -> Tensor:
         """phi (N, D). Computed in at least float32: half-precision phases would drown the cosine."""
@@ -197,7 +199,7 @@ class RandomFeatures(nn.Module):
             dtype = self.weight.dtype
             wide = torch.promote_types(dtype, torch.float32)
             h = h.to(wide)
-            shift, gain, length_scale, radius = self._learned() if self._adapted else self._first_batch(h)
+            shift, gain, length_scale, radius = self._learned() if self.adapted else self._first_batch(h)
             h = self._normalized(h, shift.to(wide), gain.to(wide))
             phase = F.linear(h / length_scale, self.weight.to(wide), self.phase.to(wide))
             phi = KERNELS[self.kernel].activation(phase) * math.sqrt(2 / self.num_random_features)
@@ -256,13 +258,13 @@ class RandomFeatures(nn.Module):
         return self
 
     def extra_repr(self) -> str:
-        scale = f"{float(self.length_scale):.4g}" if self._adapted else "from the first batch"
+        scale = f"{float(self.length_scale):.4g}" if self.adapted else "from the first batch"
         return f"{self.in_features}, {self.num_random_features}, kernel={self.kernel!r}, length_scale={scale}"
 
 
 def _after_load(module: nn.Module, _: object) -> None:
     assert isinstance(module, RandomFeatures)
-    module._adapted = not any(bool(torch.isnan(t).any()) for t in module._learned())
+    module.adapted = not any(bool(torch.isnan(t).any()) for t in module._learned())
 
 
 def _orthogonal_gaussian(rows: int, columns: int, *, generator: torch.Generator | None) -> Tensor:

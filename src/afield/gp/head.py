@@ -6,9 +6,10 @@
 distributed training, gradient checkpointing and repeated passes. `observe` adds examples, `posterior` reads.
 """
 
+import contextlib
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -20,11 +21,13 @@ from afield.gp.features import RandomFeatures
 from afield.gp.likelihoods import LIKELIHOODS
 from afield.gp.low_rank import LowRank
 from afield.gp.precision import COVARIANCES, Precision, check_weights, choose_curvature, curvature_weights
+from afield.gp.snapshot import Lock, adopt, frozen_copy
 from afield.prediction.p_values import conformal_p_value
 from afield.prediction.prediction import Prediction
 from afield.prediction.predictive import PREDICTIVES
 
 SCALARS = ("ridge", "amplitude", "logit_scale", "noise")
+_PARTS = ("random_features", "precision")  # which, with the head itself, are the state of a prediction
 KEPT_MEAN_FRACTION = 0.35  # docs/defaults.md
 
 
@@ -53,6 +56,7 @@ class GaussianProcessHead(nn.Module):
     amplitude: Tensor
     logit_scale: Tensor
     noise: Tensor
+    training_error: Tensor
     reference: Tensor
     reference_count: Tensor
 
@@ -110,9 +114,12 @@ class GaussianProcessHead(nn.Module):
             self.register_parameter("constant", None)
         for name, value in zip(SCALARS, (ridge, amplitude, 1.0, 1.0), strict=True):
             self.register_buffer(name, torch.tensor(value, dtype=torch.float64))
+        # The mean squared error on the training data, 0 where it is not known; for calibration.
+        self.register_buffer("training_error", torch.zeros((), dtype=torch.float64))
         # Sorted held-out scores, and the number of examples observed when they were taken.
         self.register_buffer("reference", torch.zeros(0, dtype=torch.float64))
         self.register_buffer("reference_count", torch.zeros((), dtype=torch.int64))
+        self._publishing, self._writing = Lock(), Lock()
 
     def _check_rank(self, rank: int, momentum: float | None) -> None:
         """A low rank is for many precisions that differ."""
@@ -150,15 +157,45 @@ class GaussianProcessHead(nn.Module):
 
         weights  (N,): an example of weight w counts as w examples; None: one each
         """
-        self._accumulate(h, logits, weights, lambda phi, w: self.precision.update(phi, w, fast=fast))
+        with self._writing, self._publishing:
+            self._accumulate(h, logits, weights, lambda phi, w: self.precision.update(phi, w, fast=fast))
 
     def unobserve(self, h: Tensor, logits: Tensor | None = None, *, weights: Tensor | None = None) -> None:
         """Remove examples that were observed, exactly: same hidden vectors, same logits, same weights."""
-        self._accumulate(h, logits, weights, self.precision.downdate)
+        with self._writing, self._publishing:
+            self._accumulate(h, logits, weights, self.precision.downdate)
+
+    def snapshot(self) -> "GaussianProcessHead":
+        """The head as it is now, factorised: a prediction that reads it belongs to one state, whatever goes on."""
+        with self._publishing:
+            if self.precision.fitted:
+                self.factor()
+            return frozen_copy(self, *_PARTS)
+
+    @contextlib.contextmanager
+    def revision(self, *, afresh: bool = False) -> Iterator["GaussianProcessHead"]:
+        """A copy to change, which takes the place of the head, in one step, unless something goes wrong.
+
+        One revision at a time; predictions go on meanwhile, with the old state. `afresh`: without any examples.
+        """
+        with self._writing:
+            with self._publishing:
+                draft = frozen_copy(self, *_PARTS)
+            if afresh:
+                draft.reset_posterior()
+            else:
+                draft.precision.unshare()
+            yield draft
+            if draft.precision.fitted:
+                draft.factor()
+            with self._publishing:
+                adopt(self, draft, *_PARTS)
+                self.random_features.adapted = draft.random_features.adapted
 
     def reset_posterior(self) -> None:
         """Forget all observed examples. Amplitude and logit scale stay; p-values are off until calibrated again."""
         self.precision.reset()
+        self.training_error = torch.zeros_like(self.training_error)
         self.forget_reference()
 
     def forget_reference(self) -> None:
@@ -186,7 +223,8 @@ class GaussianProcessHead(nn.Module):
     ) -> Prediction:
         """The `Prediction` for hidden vectors h; its logits are s f, s the calibrated logit scale."""
         PREDICTIVES.check(predictive)
-        return self.prediction(*self.posterior(h), h, predictive, num_samples, generator)
+        head = self if torch.compiler.is_compiling() else self.snapshot()
+        return head.prediction(*head.posterior(h), h, predictive, num_samples, generator)
 
     def prediction(
         self,
@@ -218,19 +256,21 @@ class GaussianProcessHead(nn.Module):
 
     def set_reference(self, scores: Tensor) -> None:
         """Keep the scores of held-out in-domain examples (N,), to which p-values compare new ones."""
-        self.reference = scores.detach().double().sort().values.to(self.reference.device)
-        self.reference_count.copy_(self.precision.count)
+        with self._publishing:
+            self.reference = scores.detach().double().sort().values.to(self.reference.device)
+            self.reference_count = self.precision.count.clone()
 
     def set_scalars(self, **values: float) -> None:
         """Set ridge, amplitude, logit_scale or noise; the posterior is factorised again when next read."""
         for name, value in values.items():
             if name not in SCALARS or not 0 < value < math.inf:
                 raise ValueError(f"set_scalars takes positive {', '.join(SCALARS)}, got {name}={value}.")
-        for name, value in values.items():
-            getattr(self, name).fill_(value)
-        self.forget_reference()
-        if values.keys() & {"ridge", "noise"}:
-            self.precision.stale()
+        with self._publishing:
+            for name, value in values.items():
+                setattr(self, name, torch.full_like(getattr(self, name), value))
+            self.forget_reference()
+            if values.keys() & {"ridge", "noise"}:
+                self.precision.stale()
 
     def _mean(self, h: Tensor, phi: Tensor | None) -> Tensor:
         if self.mean is not None:
@@ -305,7 +345,7 @@ class GaussianProcessHead(nn.Module):
         return h
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "GaussianProcessHead":
-        names = (*SCALARS, "reference")
+        names = (*SCALARS, "training_error", "reference")
         exact = {name: getattr(self, name) for name in names}
         super()._apply(fn, recurse)
         for name, value in exact.items():

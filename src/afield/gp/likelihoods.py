@@ -196,7 +196,21 @@ def _first_rows(bad: Tensor) -> list[int]:
     return bad.nonzero().flatten().tolist()[:5]
 
 
-LIKELIHOODS: Registry[Likelihood] = Registry(
+UNDECIDED = "undecided"  # of a network with one output that is kept, until its targets show what it stands for
+
+
+class _Likelihoods(Registry[Likelihood]):
+    def check(self, name: str) -> str:
+        if name == UNDECIDED:
+            raise ValueError(
+                "This network has one output, and nothing says what it stands for. Give afield.attach the likelihood: "
+                '"bernoulli" for the logit of a class, "gaussian" for a number, "poisson" for the logarithm of a rate; '
+                "or call afield.fit_posterior with batches (inputs, target) whose targets show it."
+            )
+        return super().check(name)
+
+
+LIKELIHOODS: Registry[Likelihood] = _Likelihoods(
     "likelihood",
     categorical=Likelihood(
         loss=_categorical_loss,
@@ -205,7 +219,9 @@ LIKELIHOODS: Registry[Likelihood] = Registry(
         predictive_loss=_mean_field(_categorical_loss),
         check_targets=_check_classes(lambda outputs: outputs),
         num_classes=lambda outputs: outputs,
-        outputs=Outputs(2, math.inf, 'at least 2 outputs; use likelihood="bernoulli" for one logit'),
+        outputs=Outputs(
+            2, math.inf, 'at least 2 outputs; use likelihood="bernoulli" for one logit, "gaussian" for one number'
+        ),
         calibrated="logit_scale",
         score="dempster_shafer",
         doubt="max_probability",
@@ -251,3 +267,15 @@ LIKELIHOODS: Registry[Likelihood] = Registry(
 def likelihood_for(target: Tensor) -> Likelihood:
     """Of targets that come without a name: gaussian for real numbers, categorical for whole ones."""
     return LIKELIHOODS["gaussian" if target.is_floating_point() else "categorical"]
+
+
+def shown_by(target: Tensor) -> str | None:
+    """The likelihood of one output that its targets show; None where they leave it open.
+
+    Zeros and ones are classes, fractions are numbers. Other whole numbers may be numbers, counts or classes.
+    """
+    if not target.numel() or target.numel() != target.shape[0]:
+        return None
+    if bool(((target == 0) | (target == 1)).all()):
+        return "bernoulli"
+    return "gaussian" if bool((target != target.round()).any()) else None

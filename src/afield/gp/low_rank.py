@@ -98,7 +98,7 @@ class LowRank(Accumulator):
             total = weights.sum(1, keepdim=True, dtype=torch.float64).to(rows.dtype)
             add_products(self.data[0], rows * total, rows)
         self._keep(weights.T, phi, stride=0)
-        self.count += phi.shape[0]
+        self.count = self.count + phi.shape[0]
         self.stale()
 
     def downdate(self, phi: Tensor, weights: Tensor | None) -> None:
@@ -118,7 +118,7 @@ class LowRank(Accumulator):
             self.data += other.data.to(self.data.device)
             self.mass += other.mass.to(self.mass.device)
             self._keep(other.kept_weights, other.kept.flatten(0, 1), stride=self.rank)
-            self.count += other.count.to(self.count.device)
+            self.count = self.count + other.count.to(self.count.device)
             self.stale()
 
     def _keep(self, weights: Tensor, rows: Tensor, *, stride: int) -> None:

@@ -80,8 +80,13 @@ class Accumulator(nn.Module):
         """Forget all examples."""
         self.free()
         for name in self.TOTALS:
-            getattr(self, name).zero_()
+            setattr(self, name, torch.zeros_like(getattr(self, name)))
         self.stale()
+
+    def unshare(self) -> None:
+        """Copy the sums, which are added to in place, so that whoever holds the old ones keeps them."""
+        for name in (*self.SUMS, *self.TOTALS):
+            setattr(self, name, getattr(self, name).clone())
 
     def stale(self) -> None:
         """Drop the factor: the sums, the ridge or the noise have changed."""
@@ -151,8 +156,8 @@ class Precision(Accumulator):
         else:
             self.data.mul_(self.momentum)
             self._add(phi, weights, 1.0 - self.momentum, fast)
-            self.num_updates += 1
-        self.count += phi.shape[0]
+            self.num_updates = self.num_updates + 1
+        self.count = self.count + phi.shape[0]
         self.stale()
 
     @torch.no_grad()
@@ -165,7 +170,7 @@ class Precision(Accumulator):
                 "remove only examples that were observed."
             )
         self._add(phi, weights, -1.0, fast=False)
-        self.count -= phi.shape[0]
+        self.count = self.count - phi.shape[0]
         self.stale()
 
     @torch.no_grad()
@@ -181,7 +186,7 @@ class Precision(Accumulator):
         if other.fitted:
             self.allocate()
             self.data += other.data.to(self.data.device)
-            self.count += other.count.to(self.count.device)
+            self.count = self.count + other.count.to(self.count.device)
             self.stale()
 
     def all_reduce(self) -> None:

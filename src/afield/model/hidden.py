@@ -119,7 +119,7 @@ def check_target(target: Tensor, head: GaussianProcessHead) -> Tensor:
     return LIKELIHOODS[head.likelihood].check_targets(target, head.out_features)
 
 
-def adapt(model: SNGP, examples: Hidden) -> None:
+def adapt(head: GaussianProcessHead, examples: Hidden) -> None:
     """Set the head's standardisation and length scale from all hidden vectors, the same on every rank.
 
     Weights count in the moments; the length scale looks at the vectors themselves.
@@ -138,7 +138,7 @@ def adapt(model: SNGP, examples: Hidden) -> None:
         while len(kept) > 2 * _SCALE_ROWS:
             kept, step = kept[::2], 2 * step
     if several_ranks():
-        width = model.head.in_features
+        width = head.in_features
         total = torch.zeros(3, width, dtype=torch.float64, device=examples.device) if total is None else total
         dist.all_reduce(total)
         everyone: list[Any] = [None] * dist.get_world_size()
@@ -149,7 +149,7 @@ def adapt(model: SNGP, examples: Hidden) -> None:
     count, first, second = total
     mean = first / count
     std = (second / count - mean.square()).clamp_min(0).sqrt()
-    model.head.random_features.adapt(kept, (mean, std))
+    head.random_features.adapt(kept, (mean, std))
 
 
 def _type_name(value: Any) -> str:

@@ -128,7 +128,7 @@ def fit_head(
     with evaluating(model):
         examples = Hidden(model, loader, weights=weights, progress=progress)
         if not head.random_features.adapted:
-            adapt(model, examples)
+            adapt(head, examples)
         phis, targets = [], []
         for h, target, _ in examples:
             if target is None:

@@ -36,7 +36,8 @@ def fit_posterior(
 ) -> int:
     """Fit the posterior precision by one pass without gradients, in evaluation mode; returns the examples it saw.
 
-    loader    batches of training data, without augmentation; any earlier posterior is forgotten
+    loader    batches of training data, without augmentation. They take the place of any earlier posterior, which
+              stays if this fit fails; a standardisation that came from the data comes from the new data
     weights   (N,) of the examples, in the order of the loader: one of weight w counts as w examples; None: one each
     fast      form batch products in the model's dtype: quicker, and two digits poorer
     sharded   under torch.distributed: whether each rank's loader already yields its own part, every example once.
@@ -48,28 +49,24 @@ def fit_posterior(
     head = model.head
     if head.precision.momentum is not None and several_ranks():
         raise ValueError("Moving averages of several processes do not add up: use momentum=None.")
-    with evaluating(model):
-        head.reset_posterior()
+    with evaluating(model), head.revision(afresh=True) as draft:
         if several_ranks():
             share_statistics(model.net, skip=model.head)
-        try:
-            if weights is not None and several_ranks() and not sharded:
+            if weights is not None and not sharded:
                 weights = check_order(weights, loader)[dist.get_rank() :: dist.get_world_size()]
-            twice = not head.random_features.adapted
-            part = shard_loader(loader, sharded)
-            _fit(model, Hidden(model, part, weights=weights, keep=twice, progress=progress), fast)
-        except BaseException:
-            head.reset_posterior()  # part of the data is worse than none: it would answer as if it were all
-            raise
+        if draft.mean is not None:  # nothing but the variance rests on the features
+            draft.random_features.forget_data()
+        twice = not draft.random_features.adapted
+        part = shard_loader(loader, sharded)
+        _fit(draft, Hidden(model, part, weights=weights, keep=twice, progress=progress), fast)
     if not (sharded and several_ranks()):  # a rank's own part says nothing about the whole
         _warn_if_incomplete(loader, head.num_observed)
     return head.num_observed
 
 
-def _fit(model: SNGP, examples: "Hidden", fast: bool) -> None:
-    head = model.head
+def _fit(head: GaussianProcessHead, examples: Hidden, fast: bool) -> None:
     if not head.random_features.adapted:
-        adapt(model, examples)
+        adapt(head, examples)
     residuals = torch.zeros(2, dtype=torch.float64)
     for h, target, weight in examples:
         head.observe(h, weights=weight, fast=fast)
@@ -85,7 +82,7 @@ def _fit(model: SNGP, examples: "Hidden", fast: bool) -> None:
     if residuals[1]:
         gram = head.precision.data[0]
         head.set_scalars(noise=noise_variance(head, gram, float(residuals[0]), float(residuals[1])))
-    head.precision.factor(float(head.ridge), float(head.noise))
+        head.training_error = torch.full_like(head.training_error, float(residuals[0] / residuals[1]))
 
 
 def update(model: SNGP, loader: Iterable[Any], *, weights: Tensor | None = None, progress: bool | None = None) -> int:
@@ -93,7 +90,7 @@ def update(model: SNGP, loader: Iterable[Any], *, weights: Tensor | None = None,
 
     The output weights stay: only the variance learns. p-values are off until `afield.calibrate` runs again.
     """
-    return _revise(model, loader, weights, model.head.observe, progress)
+    return _revise(model, loader, weights, GaussianProcessHead.observe, progress)
 
 
 def downdate(model: SNGP, loader: Iterable[Any], *, weights: Tensor | None = None, progress: bool | None = None) -> int:
@@ -102,7 +99,7 @@ def downdate(model: SNGP, loader: Iterable[Any], *, weights: Tensor | None = Non
     The model must be the one that observed them, with the same `weights` of the examples: features and curvature are
     computed again.
     """
-    return _revise(model, loader, weights, model.head.unobserve, progress)
+    return _revise(model, loader, weights, GaussianProcessHead.unobserve, progress)
 
 
 def merge(model: SNGP, other: SNGP) -> int:
@@ -113,7 +110,9 @@ def merge(model: SNGP, other: SNGP) -> int:
     mine, theirs = model.head.random_features.state_dict(), other.head.random_features.state_dict()
     if mine.keys() != theirs.keys() or any(not torch.equal(mine[k], theirs[k].to(mine[k].device)) for k in mine):
         raise ValueError("Cannot merge posteriors over different random features: fit copies of one model.")
-    model.head.precision.merge(other.head.precision)
+    with model.head.revision() as draft:
+        draft.precision.merge(other.head.snapshot().precision)
+        draft.forget_reference()
     return model.head.num_observed
 
 
@@ -122,9 +121,9 @@ def _revise(
 ) -> int:
     if not model.head.precision.fitted:
         raise NotFitted("The posterior is not fitted: call afield.fit_posterior(model, train_loader) first.")
-    with evaluating(model):
+    with evaluating(model), model.head.revision() as draft:
         for h, _, weight in Hidden(model, loader, weights=weights, keep=False, progress=progress):
-            change(h, weights=weight)
+            change(draft, h, weights=weight)
     return model.head.num_observed
 
 
