@@ -5,12 +5,32 @@ class NotFitted(RuntimeError):
     """A variance was asked for before the posterior was fitted."""
 
 
+class Stale(RuntimeError):
+    """The network has changed since its posterior was fitted: what was asked for would be wrong."""
+
+
+class StaleWarning(UserWarning):
+    """The network has changed since its posterior was fitted: its variance belongs to other weights."""
+
+
 class DamagedModel(ValueError):
     """A saved model that cannot be read: missing, truncated, foreign, newer, or made for another network."""
 
 
 class WrongInput(ValueError, RuntimeError):
     """Inputs of another shape, dtype or range than a layer of the network expects."""
+
+
+class WrongOutput(ValueError, RuntimeError):
+    """A network that does not return the logits of its output layer, or those of several."""
+
+
+class NoBetterThanGuessing(UserWarning):
+    """A calibrated model whose answers on held-out data cannot be told from guessing."""
+
+
+class OtherTargets(UserWarning):
+    """Targets that look like those of another likelihood than the model's."""
 
 
 class Diverged(ValueError):

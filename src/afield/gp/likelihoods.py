@@ -274,7 +274,7 @@ def shown_by(target: Tensor) -> str | None:
 
     Zeros and ones are classes, fractions are numbers. Other whole numbers may be numbers, counts or classes.
     """
-    if not target.numel() or target.numel() != target.shape[0]:
+    if not target.numel() or target.dim() == 0 or target.numel() != target.shape[0]:
         return None
     if bool(((target == 0) | (target == 1)).all()):
         return "bernoulli"

@@ -15,6 +15,7 @@ the reference for p-values. A score chosen by looking at its own reference would
 
 import dataclasses
 import math
+import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -23,12 +24,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from afield.errors import NotFitted
+from afield.errors import NoBetterThanGuessing, NotFitted
 from afield.gp.head import GaussianProcessHead
-from afield.gp.likelihoods import LIKELIHOODS
+from afield.gp.likelihoods import LIKELIHOODS, Likelihood
+from afield.model.batches import Field, Inputs
 from afield.model.evaluating import evaluating
 from afield.model.hidden import Hidden, check_target
 from afield.model.sngp_model import SNGP
+from afield.model.targets import other_kind, warn_of_kind
 from afield.prediction.prediction import Prediction
 from afield.prediction.predictive import MEAN_FIELD_FACTOR
 
@@ -48,6 +51,7 @@ class Objective:
     grid: np.ndarray  # of a^2
     start: float  # of t
     weight: Tensor | None  # (N,) of the examples; None: 1
+    outputs: Tensor  # (N, K) of the network
     prior: Callable[[float, float], float] = lambda t, a2: 0.0  # -log prior of t, worth one observation or so
 
     def total(self, t: float, a2: float) -> float:
@@ -93,6 +97,8 @@ def calibrate(
     model: SNGP,
     loader: Iterable[Any],
     *,
+    target: Field | None = None,
+    inputs: Inputs = None,
     weights: Tensor | None = None,
     amplitude: float | None = None,
     fit_fraction: float = 2 / 3,
@@ -103,13 +109,16 @@ def calibrate(
 
     loader        batches (inputs, target) of in-domain data that the network has not seen. On its own training data
                   a network is overconfident, and calibration would believe it
+    target        index or key of the target in a batch, and
+    inputs        of the input or a list of them, where a batch has more fields than those two
     weights       (N,) of the examples, in the order of the loader: in the loss, one of weight w counts as w examples;
                   p-values compare with examples, each of which counts once
     amplitude     a positive number to keep, instead of the fitted one
     fit_fraction  the part of the data that chooses the parameters; the rest is the reference
     seed          of the permutation that cuts the data
 
-    Under torch.distributed give every rank the same data: nothing is reduced here.
+    Warns where the calibrated model cannot be told from guessing. Under torch.distributed give every rank the same
+    data: nothing is reduced here.
     """
     head = model.head
     if not head.precision.fitted:
@@ -118,21 +127,25 @@ def calibrate(
         raise ValueError(f"amplitude must be positive and finite, got {amplitude}.")
     if not 0 < fit_fraction < 1:
         raise ValueError(f"fit_fraction must lie strictly between 0 and 1, got {fit_fraction}.")
-    with evaluating(model):
-        examples = Hidden(model, loader, weights=weights, progress=progress)
+    model.check_fresh("calibrate")
+    with evaluating(model), model.head.revision(observes=False) as head:
+        fields: dict[str, Any] = {"target": target, "inputs": inputs}
+        examples = Hidden(model, loader, weights=weights, keep=False, progress=progress, **fields)
         batches = list(examples)
         if not batches:
             raise ValueError("calibrate got an empty loader: there is nothing to calibrate on.")
         if any(batch.target is None for batch in batches):
             raise examples.without_target("calibrate")
         hidden = torch.cat([batch.h for batch in batches])
-        target = check_target(torch.cat([batch.target for batch in batches if batch.target is not None]), head)
+        given = torch.cat([batch.target for batch in batches if batch.target is not None])
+        y = check_target(given, head)
+        warn_of_kind(other_kind(head, given))
         weight = None if examples.weights is None else examples.weights.to(hidden.device)
         if hidden.shape[0] < _FEWEST:
             raise ValueError(f"calibrate expects at least {_FEWEST} held-out examples, got {hidden.shape[0]}.")
         fit, rest = (part.to(hidden.device) for part in cut_in_two(hidden.shape[0], fit_fraction, seed))
         likelihood = LIKELIHOODS[head.likelihood]
-        objective = _objective(head, hidden[fit], target[fit], None if weight is None else weight[fit])
+        objective = _objective(head, hidden[fit], y[fit], None if weight is None else weight[fit])
         if amplitude is not None:
             objective = dataclasses.replace(objective, grid=np.array([amplitude**2]))
         current = float(head.noise if likelihood.noisy else head.logit_scale)
@@ -143,6 +156,8 @@ def calibrate(
         if likelihood.noisy and _raise_noise(head, hidden[fit]):
             after = float(objective.mean(objective.loss(float(head.noise), amplitude**2)))
         head.set_reference(Prediction.cat([head.predict(h) for h in hidden[rest].split(4096)]).score())
+        nuisance = float(head.noise if likelihood.noisy else head.logit_scale)
+        _warn_of_guessing(head, objective, objective.loss(nuisance, amplitude**2), y[fit])
     return Calibration(
         float(head.logit_scale), amplitude, float(head.noise), before, after, int(fit.numel()), int(rest.numel())
     )
@@ -167,6 +182,43 @@ def _choose(objective: Objective, *, largest: bool) -> tuple[float, float, float
     allowed = torch.nonzero(objective.mean(difference) <= STANDARD_ERRORS * error + 1e-12).flatten().tolist()
     pick = max(allowed) if largest else min(allowed, key=lambda i: abs(math.log(grid[i])))
     return nuisance[pick], math.sqrt(grid[pick]), float(mean[pick])
+
+
+def _warn_of_guessing(head: GaussianProcessHead, objective: Objective, losses: Tensor, target: Tensor) -> None:
+    """Warn where the losses (N,) are no better than those of a guess, or the classes no better than chance, at 5%."""
+    likelihood, reasons = LIKELIHOODS[head.likelihood], []
+    classes = likelihood.num_classes(head.out_features)
+    if classes:
+        guess, name = torch.full_like(losses, math.log(classes)), f"log {classes}, that of the uniform guess"
+    else:
+        guess, name = _constant_loss(likelihood, objective, target), "that of a constant"
+    gain, loss, guessed = guess - losses, float(objective.mean(losses)), float(objective.mean(guess))
+    if float(objective.mean(gain)) <= STANDARD_ERRORS * float(objective.standard_error(gain)):
+        reasons.append(f"its log loss of {loss:.4g} cannot be told from {guessed:.4g} ({name})")
+    if classes:
+        chosen = objective.outputs.argmax(-1) if head.out_features > 1 else (objective.outputs[:, 0] > 0).long()
+        right = (chosen == target).double()
+        chance = math.sqrt((1 - 1 / classes) / classes / objective.count(right))
+        if float(objective.mean(right)) <= 1 / classes + STANDARD_ERRORS * chance:
+            reasons.append(f"its accuracy of {float(objective.mean(right)):.4g} cannot be told from chance")
+    if reasons:
+        warnings.warn(
+            f"On {len(losses)} held-out examples the calibrated model is no better than guessing: "
+            f"{', and '.join(reasons)}. Is the network trained, are these its classes or targets, and are inputs "
+            "prepared as in training?",
+            NoBetterThanGuessing,
+            stacklevel=3,
+        )
+
+
+def _constant_loss(likelihood: Likelihood, objective: Objective, target: Tensor) -> Tensor:
+    """The losses (N,) of the best answer that does not look at its input."""
+    mean = objective.mean(target.T)
+    if likelihood.noisy:
+        variance = objective.mean((target - mean).square().T).clamp_min(1e-300)
+        return likelihood.predictive_loss(mean.expand_as(target), variance.expand_as(target), 0.0, target)
+    rate = mean.clamp_min(1e-12).log().expand_as(target)
+    return likelihood.predictive_loss(rate, torch.zeros_like(rate), 0.0, target)
 
 
 def _minimize(objective: Objective, a2: float, *, decades: float = 3.0, steps: int = 32) -> float:
@@ -206,7 +258,11 @@ def _objective(head: GaussianProcessHead, hidden: Tensor, target: Tensor, weight
     mean, variance = _unit_posterior(head, hidden)
     if likelihood.calibrated is None:
         return Objective(
-            lambda _, a2: likelihood.predictive_loss(mean, a2 * variance, 0.0, target), _ABSOLUTE_GRID, 1.0, weight
+            lambda _, a2: likelihood.predictive_loss(mean, a2 * variance, 0.0, target),
+            _ABSOLUTE_GRID,
+            1.0,
+            weight,
+            mean,
         )
 
     def loss(s: float, a2: float) -> Tensor:
@@ -218,7 +274,7 @@ def _objective(head: GaussianProcessHead, hidden: Tensor, target: Tensor, weight
         """Log-normal on s / sqrt(1 + pi/8 a^2 v), v at its median: s stays finite where nothing is misclassified."""
         return 0.5 * math.log(s / math.sqrt(1 + a2 * middle)) ** 2
 
-    return Objective(loss, _RELATIVE_GRID / middle, 1.0, weight, prior)
+    return Objective(loss, _RELATIVE_GRID / middle, 1.0, weight, mean, prior)
 
 
 def _with_noise(head: GaussianProcessHead, hidden: Tensor, target: Tensor, weight: Tensor | None) -> Objective:
@@ -232,7 +288,7 @@ def _with_noise(head: GaussianProcessHead, hidden: Tensor, target: Tensor, weigh
         variance = squares @ (1 / (ridge + values / noise))
         return likelihood.predictive_loss(mean, a2 * variance, noise, target)
 
-    objective = Objective(loss, _ABSOLUTE_GRID, 1.0, weight)
+    objective = Objective(loss, _ABSOLUTE_GRID, 1.0, weight, mean)
     error = float(objective.mean((target - mean).square().mean(1)))
     return dataclasses.replace(objective, start=max(error, 1e-12))
 

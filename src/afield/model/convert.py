@@ -13,7 +13,9 @@ from torch import nn
 
 from afield.bounds.spectral import BOUNDABLE, bound, boundable
 from afield.gp.head import GaussianProcessHead
+from afield.gp.likelihoods import UNDECIDED
 from afield.model.layers import layers_of, replace_layer, type_name
+from afield.model.output_check import check_example
 from afield.model.sngp_model import SNGP
 
 BoundRules = float | Mapping[str | type[nn.Module], float | None] | None
@@ -21,7 +23,13 @@ _BATCH_NORM = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
 def sngp(
-    net: nn.Module, bound: BoundRules = 0.95, *, output: str | None = None, freeze: bool = False, **head: Any
+    net: nn.Module,
+    bound: BoundRules = 0.95,
+    *,
+    output: str | None = None,
+    freeze: bool = False,
+    example: Any = None,
+    **head: Any,
 ) -> SNGP:
     """A copy of `net` with bounded hidden layers and a Gaussian-process output layer; `net` is not touched.
 
@@ -31,13 +39,16 @@ def sngp(
              BatchNorm's scale is bounded only where the mapping says so.
     output   the name of the Linear that makes the logits; found by itself when it is the last one registered
     freeze   train only the output weights, for `afield.fit_head` on a trained network
+    example  a batch, as a loader gives it: the network runs on it once, and it is an error if it returns something
+             else than the logits of its output layer. Without one `afield.fit_posterior` looks at its first batch
     head     options of `GaussianProcessHead`; `out_features` defaults to the old layer's
 
     A converted model comes back as a copy of itself.
     """
     settings = {"bound": _bound_settings(bound), "output": output, "freeze": freeze, "head": _plain_options(head)}
     if isinstance(net, SNGP):
-        return _again(net, "sngp", settings, {"bound": 0.95, "output": None, "freeze": False, "head": {}})
+        default: dict[str, Any] = {"bound": 0.95, "output": None, "freeze": False, "head": {}}
+        return _checked(_again(net, "sngp", settings, default), example)
     net, output, old = _copied(net, output)
     out_features = head.pop("out_features", old.out_features)
     new = GaussianProcessHead(old.in_features, out_features, **head)
@@ -45,28 +56,40 @@ def sngp(
     if freeze:
         net.requires_grad_(False)
     net = replace_layer(net, output, new.to(old.weight))
-    return SNGP(net, output, kind="sngp", settings=settings, reasons=reasons)
+    return _checked(SNGP(net, output, kind="sngp", settings=settings, reasons=reasons), example)
 
 
-def attach(net: nn.Module, *, output: str | None = None, **head: Any) -> SNGP:
+def attach(net: nn.Module, *, output: str | None = None, example: Any = None, **head: Any) -> SNGP:
     """A copy of a trained `net` that keeps its predictions and gains a variance over its last hidden layer.
 
     The dense output layer stays the posterior mean, so the most probable class never changes. Hidden units are
     standardised and the length scale taken from the training data, both by `afield.fit_posterior`. Nothing trains:
     every parameter is frozen.
+
+    Options are those of `sngp`. One output may be a logit or a number: unless `likelihood` tells, the targets that
+    `afield.fit_posterior` sees do.
     """
     settings = {"output": output, "head": _plain_options(head)}
     if isinstance(net, SNGP):
-        return _again(net, "attach", settings, {"output": None, "head": {}})
+        return _checked(_again(net, "attach", settings, {"output": None, "head": {}}), example)
     if head.get("covariance", "shared") != "shared":
         raise ValueError('attach keeps the most probable class, which needs covariance="shared".')
     net, output, old = _copied(net, output)
     options = {"normalize_input": "standardize", **head}
-    if "likelihood" not in options and old.out_features == 1:
-        options["likelihood"] = "bernoulli"
+    undecided = "likelihood" not in options and old.out_features == 1
+    if undecided:
+        options["likelihood"] = "bernoulli"  # for now
     new = GaussianProcessHead(old.in_features, old.out_features, mean=old, **options)
+    if undecided:
+        new.likelihood = UNDECIDED
     net = replace_layer(net, output, new.to(old.weight)).requires_grad_(False)
-    return SNGP(net, output, kind="attach", settings=settings, reasons={})
+    return _checked(SNGP(net, output, kind="attach", settings=settings, reasons={}), example)
+
+
+def _checked(model: SNGP, example: Any) -> SNGP:
+    if example is not None:
+        check_example(model, example)
+    return model
 
 
 def _again(model: SNGP, kind: str, asked: dict[str, Any], default: dict[str, Any]) -> SNGP:

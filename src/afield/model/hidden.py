@@ -11,10 +11,12 @@ from torch.utils.data import RandomSampler, SubsetRandomSampler, WeightedRandomS
 from afield.gp.head import GaussianProcessHead
 from afield.gp.likelihoods import LIKELIHOODS
 from afield.gp.precision import check_weights
-from afield.model.batches import device_of, split_batch
+from afield.model.batches import Field, Inputs, device_of, split_batch
+from afield.model.output_check import check_output
 from afield.model.progress import track
 from afield.model.ranks import several_ranks
 from afield.model.sngp_model import SNGP
+from afield.model.targets import check_inferred, other_kind
 
 _CACHE_BYTES = 2**30  # hidden vectors kept in memory between two looks at the data
 _SCALE_ROWS = 4096  # hidden vectors whose distances set the length scale
@@ -34,8 +36,11 @@ class Examples(NamedTuple):
 class Hidden:
     """The examples of a loader, batch by batch; iterated again, from memory if they fit.
 
-    weights  (N,) in the order of the loader, or None
-    keep     whether to keep hidden vectors for a second look; who needs one pass alone keeps the memory constant
+    target, inputs  which fields of a batch are which; None: by the rules of `batches`
+    weights         (N,) in the order of the loader, or None
+    keep            whether to keep hidden vectors for a second look; who needs one pass alone keeps the memory constant
+    fitting         whether the model is being fitted to them: then the first batch shows whether the network returns
+                    the head's logits, and whether the targets are of the likelihood's kind
     """
 
     def __init__(
@@ -43,11 +48,17 @@ class Hidden:
         model: SNGP,
         loader: Iterable[Any],
         *,
+        target: Field | None = None,
+        inputs: Inputs = None,
         weights: Tensor | None = None,
         keep: bool = True,
+        fitting: bool = False,
         progress: bool | None = None,
     ) -> None:
         self.model, self.loader, self.keep, self.progress = model, loader, keep, progress
+        self.target, self.inputs = target, inputs
+        self._to_check = fitting
+        self.odd_targets: str | None = None  # what is odd about the targets of the first batch
         self.device = device_of(model)
         self.weights = None if weights is None else check_order(torch.as_tensor(weights), loader)
         self.foreign_target = ""  # the type of what stood in place of targets
@@ -64,6 +75,12 @@ class Hidden:
             rows += len(examples.h)
             size += examples.h.nbytes
             if keep and size > _CACHE_BYTES:
+                if isinstance(self.loader, Iterator):
+                    raise ValueError(
+                        "The data is needed twice, and this loader is an iterator that can be read only once: its "
+                        f"hidden vectors are too many to keep (over {_CACHE_BYTES / 2**30:g} GiB). Give a DataLoader "
+                        "or a list of batches."
+                    )
                 keep, cache = False, []
             if keep:
                 cache.append(examples.to(torch.device("cpu")))
@@ -75,13 +92,21 @@ class Hidden:
 
     def _examples(self, batch: Any, before: int) -> Examples:
         """Of one batch; `before` it, the loader gave as many examples."""
-        args, kwargs, target = split_batch(batch, self.device)
+        args, kwargs, target = split_batch(
+            batch, self.device, net=self.model.net, target=self.target, inputs=self.inputs
+        )
         h = self.model.hidden(*args, **kwargs)
         self.model.head.check_finite(h, before=before)
         if target is not None and not isinstance(target, Tensor):  # file names and the like
             self.foreign_target, target = _type_name(target), None
         if target is not None and target.shape[:1] != h.shape[:1]:
             raise ValueError(f"A batch has {h.shape[0]} inputs and targets of shape {tuple(target.shape)}.")
+        if target is not None:
+            check_inferred(self.model, target)
+        if self._to_check and len(h):
+            self._to_check = False
+            self.odd_targets = None if target is None else other_kind(self.model.head, target)
+            check_output(self.model, args, kwargs)
         weight = None
         if self.weights is not None:
             if before + len(h) > len(self.weights):

@@ -44,8 +44,6 @@ def _not_a_tensor(value: Any) -> str | None:
         first = first[0]
     if isinstance(first, str | bytes) or (isinstance(first, np.ndarray) and first.dtype.kind not in "biuf"):
         return "text. Encode it first, as a tokenizer does; class names and categories are to be numbered."
-    if isinstance(first, np.ndarray):
-        return f"a NumPy array. Use torch.as_tensor(x), here of shape {first.shape}, in the dtype of the network."
     if isinstance(value, list | tuple) and isinstance(first, int | float):
         return "a list of numbers. Use torch.tensor(x), in the dtype of the network."
     return None

@@ -24,11 +24,13 @@ from torch import Tensor
 from afield.gp.head import GaussianProcessHead
 from afield.gp.likelihoods import LIKELIHOODS, Likelihood
 from afield.gp.precision import add_products
+from afield.model.batches import Field, Inputs
 from afield.model.evaluating import evaluating
 from afield.model.hidden import Hidden, adapt, check_target
 from afield.model.posterior import noise_variance
 from afield.model.progress import track
 from afield.model.sngp_model import SNGP
+from afield.model.targets import warn_of_kind
 
 _MOST_ITERATIONS = 200
 
@@ -104,6 +106,8 @@ def fit_head(
     model: SNGP,
     loader: Iterable[Any],
     *,
+    target: Field | None = None,
+    inputs: Inputs = None,
     weights: Tensor | None = None,
     tolerance: float = 1e-4,
     progress: bool | None = None,
@@ -114,6 +118,8 @@ def fit_head(
     start where they are, so that a second call ends at once.
 
     loader     batches (inputs, target)
+    target     index or key of the target in a batch, and
+    inputs     of the input or a list of them, where a batch has more fields than those two
     weights    (N,) of the examples, in the order of the loader: one of weight w counts as w examples; None: one each
     tolerance  the norm of the gradient, relative to that at zero weights, at which to stop
     """
@@ -126,19 +132,21 @@ def fit_head(
             "network again, with out_features=..."
         )
     with evaluating(model):
-        examples = Hidden(model, loader, weights=weights, progress=progress)
-        if not head.random_features.adapted:
+        twice = not head.random_features.adapted
+        fields: dict[str, Any] = {"target": target, "inputs": inputs}
+        examples = Hidden(model, loader, weights=weights, keep=twice, fitting=True, progress=progress, **fields)
+        if twice:
             adapt(head, examples)
         phis, targets = [], []
-        for h, target, _ in examples:
-            if target is None:
+        for h, y, _ in examples:
+            if y is None:
                 raise examples.without_target("fit_head")
             phis.append(head.features(h))
-            targets.append(target)
+            targets.append(y)
         if not phis:
             raise ValueError("fit_head got an empty loader: there is nothing to fit.")
-        target = check_target(torch.cat(targets), head)
-        problem = _problem(head, torch.cat(phis), target, examples.weights, progress)
+        y = check_target(torch.cat(targets), head)
+        problem = _problem(head, torch.cat(phis), y, examples.weights, progress)
         solution, iterations = (_closed_form if problem.likelihood.noisy else _newton)(problem, tolerance)
         loss, gradient = problem.loss_and_gradient(solution)
         if head.constant is not None:
@@ -148,6 +156,7 @@ def fit_head(
         head.weight.copy_(solution.T)
         head.reset_posterior()  # it belonged to other weights
         relative = float(gradient.norm()) / problem.gradient_at_zero
+    warn_of_kind(examples.odd_targets)
     return HeadFit(float(loss) / problem.count, relative, iterations, len(problem.phi))
 
 
