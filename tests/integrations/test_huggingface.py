@@ -1,5 +1,6 @@
 """Hugging Face: every kind of classifier converts, padding changes nothing, Trainer's callback, folders, texts."""
 
+import ast
 import dataclasses
 import importlib
 import json
@@ -574,3 +575,18 @@ def test_every_example_once():
     assert every_example_once(stream) is stream
     whole = DataLoader(rows, batch_size=None)
     assert every_example_once(whole) is whole
+
+
+def test_code_from_the_hub_is_never_run():
+    """Every call of from_pretrained that reaches transformers says so itself."""
+    calls = [
+        (file.name, {k.arg: ast.unparse(k.value) for k in node.keywords})
+        for file in Path(afield.__file__).parent.rglob("*.py")
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr == "from_pretrained"
+        and "transformers" in ast.unparse(node.func)
+    ]
+    assert {name for name, _ in calls} == {"transformer.py", "huggingface.py"}
+    assert all(keywords.get("trust_remote_code") == "False" for _, keywords in calls)

@@ -1,10 +1,12 @@
 """Data files: where they are looked for, what a missing, damaged or forged one says, and downloads with a hash."""
 
 import hashlib
+import io
 import logging
 import sys
 import tarfile
 import threading
+import zipfile
 from collections.abc import Iterator
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
@@ -282,6 +284,84 @@ def test_a_tar_with_another_hash_is_not_unpacked(archive: str, places: tuple[Pat
     with pytest.raises(DataDamaged, match="did not give test/many as it was expected"):
         fetch(archive)
     assert not list((places[1] / "test").iterdir())
+
+
+def member(name: str, kind: bytes = tarfile.REGTYPE, **more: object) -> tarfile.TarInfo:
+    info = tarfile.TarInfo(name)
+    info.type = kind
+    for key, value in more.items():
+        setattr(info, key, value)
+    return info
+
+
+@pytest.mark.parametrize(
+    ("info", "message"),
+    [
+        (member("many/link", tarfile.SYMTYPE, linkname="a.txt"), "'many/link', which is neither a regular file nor"),
+        (member("many/hard", tarfile.LNKTYPE, linkname="many/a.txt"), "'many/hard', which is neither"),
+        (member("many/pipe", tarfile.FIFOTYPE), "'many/pipe', which is neither"),
+        (member("many/device", tarfile.CHRTYPE), "'many/device', which is neither"),
+        (member("/etc/absolute"), "'/etc/absolute', a path outside its folder"),
+        (member("many/../../up"), r"'many/\.\./\.\./up', a path outside its folder"),
+        (member("C:\\windows"), "'C:.*', a path outside its folder"),
+    ],
+)
+def test_tars_hold_regular_files_and_folders_alone(info: tarfile.TarInfo, message: str, tmp_path: Path):
+    with tarfile.open(tmp_path / "x.tar", "w") as tar:
+        tar.addfile(member("many/a.txt"))
+        tar.addfile(info)
+    with pytest.raises(DataDamaged, match=f"somewhere was not unpacked: it holds {message}"):
+        data.unpack(tmp_path / "x.tar", tmp_path / "out", "somewhere")
+    assert not (tmp_path / "up").exists()
+
+
+def test_tars_have_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    with tarfile.open(tmp_path / "x.tar.gz", "w:gz") as tar:
+        for i in range(5):
+            tar.addfile(member(f"many/{i}", size=1000), io.BytesIO(bytes(1000)))
+    for name, limit in (("_MOST_MEMBERS", 4), ("_MOST_BYTES", 4500)):
+        with monkeypatch.context() as patch:
+            patch.setattr(data, name, limit)
+            with pytest.raises(DataDamaged, match=r"somewhere was not unpacked: it holds more than .* members, or"):
+                data.unpack(tmp_path / "x.tar.gz", tmp_path / name, "somewhere")
+        assert sum(f.is_file() for f in (tmp_path / name).rglob("*")) == 4
+    data.unpack(tmp_path / "x.tar.gz", tmp_path / "whole", "somewhere")
+
+
+def test_a_declared_size_is_not_believed(tmp_path: Path):
+    with tarfile.open(tmp_path / "x.tar", "w") as tar:
+        tar.addfile(member("many/huge", size=2**50))
+    with pytest.raises(DataDamaged, match="64 GiB"):
+        data.unpack(tmp_path / "x.tar", tmp_path / "out", "somewhere")
+
+
+@pytest.mark.parametrize("damage", ["cut", "empty", "text"])
+def test_a_damaged_tar_says_so(damage: str, tmp_path: Path):
+    file = tmp_path / "x.tar.gz"
+    with tarfile.open(file, "w:gz") as tar:
+        tar.addfile(member("many/a", size=100_000), io.BytesIO(np.random.default_rng(0).bytes(100_000)))
+    file.write_bytes({"cut": file.read_bytes()[:40_000], "empty": b"", "text": b"hello" * 200}[damage])
+    with pytest.raises(DataDamaged, match="somewhere is not a readable tar"):
+        data.unpack(file, tmp_path / "out", "somewhere")
+
+
+def npz_with_header(shape: tuple[int, ...], data: bytes) -> bytes:
+    array, content = io.BytesIO(), io.BytesIO()
+    np.lib.format.write_array_header_1_0(array, {"descr": "<f8", "fortran_order": False, "shape": shape})
+    with zipfile.ZipFile(content, "w") as archive:
+        archive.writestr("x.npy", array.getvalue() + data)
+    return content.getvalue()
+
+
+@pytest.mark.parametrize("shape", [(2**40,), (2**31, 2**31), (3,), (1,)])
+def test_an_npz_file_that_declares_other_sizes_is_refused_before_anything_is_made(
+    shape: tuple[int, ...], places: tuple[Path, Path]
+):
+    put(places[0], "x.npz", npz_with_header(shape, bytes(16)))
+    with pytest.raises(DataDamaged, match=r"x declares float64 \(.*\) in 16 bytes"):
+        arrays("x.npz")
+    put(places[0], "x.npz", npz_with_header((2,), bytes(16)))
+    assert arrays("x.npz")["x"].tolist() == [0, 0]
 
 
 def test_two_at_once_unpack_one_folder(archive: str, places: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch):

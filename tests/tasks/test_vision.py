@@ -175,6 +175,14 @@ def test_idx_is_read(packed: bool, tmp_path: Path):
             read_idx(path)
 
 
+def test_no_more_of_an_idx_file_is_unpacked_than_it_declares(tmp_path: Path):
+    path = tmp_path / "x.gz"
+    for shape, body in (((2, 2), bytes(100)), ((2**31, 2**31), b""), ((1000, 1000), b"")):
+        path.write_bytes(gzip.compress(b"\0\0\x08\x02" + struct.pack(">2I", *shape) + body))
+        with pytest.raises(DataDamaged, match="no idx file"):
+            read_idx(path)
+
+
 # Tasks on published files
 
 
@@ -462,6 +470,23 @@ def test_imagenet_from_folders_and_from_tars(tar: bool, folder: Path):
         model = fit(task, METHODS["dnn"], learning_rate=1e-3)
         (x, _), *_ = DataLoader(task.test, 4)
         assert METHODS["dnn"].predict(model, x).probs.shape == (4, 2)
+
+
+def test_tars_of_images_are_read_where_they_are_regular_and_whole(tmp_path: Path):
+    content = jpeg(60)
+    with tarfile.open(tmp_path / "x.tar", "w") as tar:
+        image = tarfile.TarInfo("n01/0.JPEG")
+        image.size = len(content)
+        tar.addfile(image, io.BytesIO(content))
+        link = tarfile.TarInfo("n01/1.JPEG")
+        link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
+        tar.addfile(link)
+    assert [len(found) for found in locate_images(tmp_path).values()] == [1]
+    body = (tmp_path / "x.tar").read_bytes()
+    for wrong in (body[:600], gzip.compress(body), b"no tar" * 200):
+        (tmp_path / "x.tar").write_bytes(wrong)
+        with pytest.raises(DataDamaged, match=r"x\.tar is not a readable tar .*must not be compressed"):
+            locate_images(tmp_path)
 
 
 def test_the_middle_of_an_image_is_taken():

@@ -112,7 +112,9 @@ def _load(kind: str, source: str | Path | None) -> Any:
     name, bar = encoder_source(source), transformers.utils.logging.is_progress_bar_enabled()
     transformers.utils.logging.disable_progress_bar()
     try:
-        return getattr(transformers, kind).from_pretrained(name, local_files_only=Path(name).is_dir())
+        return getattr(transformers, kind).from_pretrained(
+            name, local_files_only=Path(name).is_dir(), trust_remote_code=False
+        )
     except (OSError, ValueError) as error:
         raise OSError(
             f"No text encoder could be loaded from {name!r}, neither as a folder nor as a name on the Hugging Face "

@@ -12,17 +12,18 @@ evaluation; it starts converged (Lanczos). A convolution learns its input size f
 """
 
 import copy
-import functools
 import math
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from afield.bounds import optimizer_steps
 from afield.bounds.convolution import Convolution, ConvolutionSettings, lanczos
 from afield.bounds.eager import eager
+from afield.bounds.parametrized import refine_class
+from afield.bounds.weight_cache import Place
 
 Layer = TypeVar("Layer", bound=nn.Module)
 _BatchNorm = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
@@ -48,7 +49,6 @@ def bound(layer: Layer, c: float = 0.95) -> Layer:
     if not c > 0:
         raise ValueError(f"The bound c must be positive, got {c}.")
     names = _weight_names(layer)
-    _follow_optimizers()
     if not names:
         kinds = ", ".join(kind.__name__ for kind in BOUNDABLE)
         raise TypeError(f"bound expects one of {kinds} with a weight, got {type(layer).__name__}.")
@@ -66,6 +66,7 @@ def bound(layer: Layer, c: float = 0.95) -> Layer:
             parametrization = _MatrixBound(getattr(layer, name), c, blocks=3 if name == "in_proj_weight" else 1)
         # unsafe: the check would call the parametrisation, and so iterate, before anything is known of the input.
         parametrize.register_parametrization(layer, name, parametrization, unsafe=True)
+        refine_class(layer, name)
     if isinstance(layer, nn.MultiheadAttention):
         bound(layer.out_proj, c)
     return layer
@@ -206,10 +207,18 @@ class _Bound(nn.Module):
         """
         if torch.compiler.is_compiling():
             return True
-        version = (weight._version, _optimizer_steps)  # fused optimisers do not count up the version
+        version = (weight._version, optimizer_steps.count)  # fused optimisers do not count up the version
         changed = version != self._seen
         self._seen = version
         return changed
+
+    def made_of(self) -> list[Place]:
+        """Where the tensors are that sigma depends on in evaluation mode, beside the weight."""
+        return [(self._buffers, "u"), (self._buffers, "v")]
+
+    def constants(self) -> tuple[float, ...]:
+        """The numbers that the bounded weight depends on."""
+        return (self.c,)
 
     @property
     def binding(self) -> float:
@@ -324,19 +333,13 @@ class _BatchNormBound(_Bound):
                 self.gain.copy_(_batch_norm_gains(self._layer[0], None))
         return (weight * self.gain.clone()).abs().amax()
 
+    def made_of(self) -> list[Place]:
+        return [(self._layer[0]._buffers, "running_var")]
 
-_optimizer_steps = 0
-
-
-@functools.cache
-def _follow_optimizers() -> None:
-    """From the first bound on, count the steps of all optimisers."""
-
-    def count(*_: Any) -> None:
-        global _optimizer_steps
-        _optimizer_steps += 1
-
-    register_optimizer_step_post_hook(count)
+    def constants(self) -> tuple[float, ...]:
+        norm = cast(nn.BatchNorm2d, self._layer[0])
+        moved = [] if norm.running_var is None else norm.running_var.tolist()  # without counting up its version
+        return self.c, norm.eps, *moved
 
 
 def _unit(x: Tensor, otherwise: Tensor, dim: int | None = None) -> Tensor:

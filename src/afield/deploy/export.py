@@ -121,6 +121,7 @@ def _check_arguments(model: SNGP, format: str, labels: Sequence[str] | None, pre
         raise TypeError(f"export expects a model made by afield.sngp or afield.attach, got {type(model).__name__}.")
     if not model.head.precision.fitted:
         raise NotFitted("The posterior is not fitted: call afield.fit_posterior(model, train_loader) before export.")
+    model.check_fresh("export")
     if format not in FORMATS:
         raise ValueError(f"format must be one of {', '.join(FORMATS)}, got {format!r}.")
     if precision is not None and precision not in PRECISIONS:

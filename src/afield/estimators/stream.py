@@ -13,6 +13,7 @@ from torch import Tensor
 from afield.estimators.rows import Rows
 from afield.gp.likelihoods import LIKELIHOODS
 from afield.model.evaluating import evaluating
+from afield.model.fingerprint import Fingerprint
 from afield.model.posterior import downdate, update
 from afield.model.sngp_model import SNGP
 
@@ -37,6 +38,7 @@ def learn(model: SNGP, rows: Rows, *, noise: float | None = None) -> None:
         _regress(model, rows, 1.0, noise)
     else:
         _classify(model, rows)
+    model.fingerprint = Fingerprint(model.net)  # the output weights are others, and the posterior is theirs
 
 
 def forget(model: SNGP, rows: Rows) -> None:
@@ -44,6 +46,7 @@ def forget(model: SNGP, rows: Rows) -> None:
     if not LIKELIHOODS[model.head.likelihood].noisy:
         raise ValueError("A classifier cannot forget rows: its output weights do not depend on them linearly.")
     _regress(model, rows, -1.0, None)
+    model.fingerprint = Fingerprint(model.net)
 
 
 @torch.no_grad()

@@ -173,17 +173,20 @@ class GaussianProcessHead(nn.Module):
             return frozen_copy(self, *_PARTS)
 
     @contextlib.contextmanager
-    def revision(self, *, afresh: bool = False) -> Iterator["GaussianProcessHead"]:
+    def revision(self, *, afresh: bool = False, observes: bool = True) -> Iterator["GaussianProcessHead"]:
         """A copy to change, which takes the place of the head, in one step, unless something goes wrong.
 
-        One revision at a time; predictions go on meanwhile, with the old state. `afresh`: without any examples.
+        One revision at a time; predictions go on meanwhile, with the old state.
+
+        afresh    start without any examples
+        observes  whether examples are added or removed; else the sums need no copy
         """
         with self._writing:
             with self._publishing:
                 draft = frozen_copy(self, *_PARTS)
             if afresh:
                 draft.reset_posterior()
-            else:
+            elif observes:
                 draft.precision.unshare()
             yield draft
             if draft.precision.fitted:

@@ -180,7 +180,7 @@ def from_pretrained(folder: str | os.PathLike[str]) -> SNGP:
     read_index(folder)
     if not (Path(folder) / "config.json").is_file():
         raise DamagedModel(f"{folder} has no config.json: it was not written by save_pretrained. Use afield.load.")
-    config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+    config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     name = (config.architectures or [""])[0]
     kind = getattr(transformers, name, None)
     if not (isinstance(kind, type) and issubclass(kind, PreTrainedModel)):
@@ -228,7 +228,7 @@ class TextClassifier:
     @classmethod
     def from_pretrained(cls, folder: str | os.PathLike[str], **options: Any) -> "TextClassifier":
         """From a folder that `save_pretrained` wrote, tokenizer included."""
-        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         return cls(from_pretrained(folder), tokenizer, **options)
 
     def __call__(

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from afield.errors import NotFitted
 from afield.gp.head import GaussianProcessHead
 from afield.model.evaluating import evaluating
+from afield.model.fingerprint import Fingerprint
 from afield.model.hidden import Examples, Hidden
 from afield.model.posterior import downdate
 from afield.model.sngp_model import SNGP
@@ -49,6 +50,7 @@ def add_class(model: SNGP, loader: Iterable[Any], *, progress: bool | None = Non
         raise ValueError("add_class expects an exact posterior (momentum=None), got a moving average.")
     if not head.precision.fitted:
         raise NotFitted("The posterior is not fitted: call afield.fit_posterior(model, train_loader) before add_class.")
+    model.check_fresh("add a class")
     grown = copy.deepcopy(model)
     head = grown.head
     with evaluating(grown):
@@ -60,6 +62,7 @@ def add_class(model: SNGP, loader: Iterable[Any], *, progress: bool | None = Non
         head.observe(hidden)
         direction, height = _regression(head, hidden, old, seen)
         head.added[-1].copy_(2 * _to_beat(head, hidden) / height * direction)
+    grown.fingerprint = Fingerprint(grown.net)
     return grown
 
 
@@ -77,6 +80,7 @@ def drop_class(model: SNGP, index: int, loader: Iterable[Any] | None = None, *, 
         raise ValueError(f"The model has {head.out_features} classes (0 to {head.out_features - 1}), got {index}.")
     if head.out_features < 3:
         raise ValueError("A classifier keeps at least 2 classes, and this one has no more.")
+    model.check_fresh("drop a class")
     shrunk = copy.deepcopy(model)
     if loader is not None:
         downdate(shrunk, loader, progress=progress)
@@ -87,6 +91,8 @@ def drop_class(model: SNGP, index: int, loader: Iterable[Any] | None = None, *, 
         change_outputs(shrunk, head.added, (*head.dropped, shown[index]))
     else:
         change_outputs(shrunk, [*head.added[:gone], *head.added[gone + 1 :]], head.dropped)
+    if shrunk.fingerprint is not None:
+        shrunk.fingerprint = Fingerprint(shrunk.net)
     return shrunk
 
 

@@ -1,7 +1,7 @@
 """Evaluation mode that threads can share."""
 
 import contextlib
-import threading
+import os
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-_LOCK = threading.Lock()
+from afield.gp.snapshot import Lock
+
+_LOCK = Lock()
 
 
 _MODES: "weakref.WeakKeyDictionary[nn.Module, list[Any]]" = weakref.WeakKeyDictionary()  # [readers, modes]
@@ -19,8 +21,13 @@ _MODES: "weakref.WeakKeyDictionary[nn.Module, list[Any]]" = weakref.WeakKeyDicti
 def evaluating(module: nn.Module) -> Iterator[None]:
     """Evaluation mode without gradients; every submodule's own mode comes back afterwards.
 
-    Threads share the module, hence its modes: the first to enter notes them, the last to leave brings them back.
+    Threads share the module, hence its modes: the first to enter notes them, the last to leave brings them back. A
+    module that is in evaluation mode already needs neither.
     """
+    if module not in _MODES and not any(m.training for m in module.modules()):
+        with torch.no_grad():
+            yield
+        return
     with _LOCK:
         entry = _MODES.setdefault(module, [0, [(m, m.training) for m in module.modules()]])
         entry[0] += 1
@@ -35,3 +42,15 @@ def evaluating(module: nn.Module) -> Iterator[None]:
                 del _MODES[module]
                 for m, training in entry[1]:
                     m.training = training
+
+
+def _after_fork() -> None:
+    """In a child process: the threads that were reading are not there, and their modes come back now."""
+    for _, modes in list(_MODES.values()):
+        for m, training in modes:
+            m.training = training
+    _MODES.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)

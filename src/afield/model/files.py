@@ -121,16 +121,13 @@ def read_arrays(content: Path | bytes, names: Collection[str] | None = None) -> 
     The shape that an array declares is compared with the bytes that there are before anything is made. Sums over the
     bytes (CRC) are checked by the zip format.
     """
-    try:
-        with zipfile.ZipFile(io.BytesIO(content) if isinstance(content, bytes) else content) as archive:
-            wanted = list_arrays(archive) if names is None else names
-            return {name: _read_array(archive, name) for name in wanted}
-    except OSError:
-        if isinstance(content, Path):
-            raise
-        raise ValueError("it is not a readable npz file") from None
-    except Exception as error:  # zip, zlib and numpy raise a dozen kinds between them
-        raise ValueError(f"it is not a readable npz file of plain arrays ({type(error).__name__}: {error})") from error
+    with io.BytesIO(content) if isinstance(content, bytes) else content.open("rb") as file:
+        try:
+            with zipfile.ZipFile(file) as archive:
+                wanted = list_arrays(archive) if names is None else names
+                return {name: _read_array(archive, name) for name in wanted}
+        except Exception as error:  # zip, zlib and numpy raise a dozen kinds between them
+            raise ValueError(f"not a readable npz file of plain arrays ({type(error).__name__}: {error})") from error
 
 
 def list_arrays(archive: zipfile.ZipFile) -> list[str]:

@@ -19,16 +19,21 @@ from afield.gp.head import GaussianProcessHead
 from afield.gp.likelihoods import LIKELIHOODS
 from afield.gp.low_rank import LowRank
 from afield.gp.precision import Precision
+from afield.model.batches import Field, Inputs
 from afield.model.evaluating import evaluating
+from afield.model.fingerprint import Fingerprint, digest
 from afield.model.hidden import Hidden, adapt, check_order, check_target
 from afield.model.ranks import several_ranks, shard_loader, share_statistics
 from afield.model.sngp_model import SNGP
+from afield.model.targets import likelihood_from_targets, warn_of_kind
 
 
 def fit_posterior(
     model: SNGP,
     loader: Iterable[Any],
     *,
+    target: Field | None = None,
+    inputs: Inputs = None,
     weights: Tensor | None = None,
     fast: bool = False,
     sharded: bool | None = None,
@@ -38,18 +43,26 @@ def fit_posterior(
 
     loader    batches of training data, without augmentation. They take the place of any earlier posterior, which
               stays if this fit fails; a standardisation that came from the data comes from the new data
+    target    index or key of the target in a batch; None: the last of (inputs, target), or "labels" of a mapping
+    inputs    index or key of the input, or a list of them, where a batch has more fields than that
     weights   (N,) of the examples, in the order of the loader: one of weight w counts as w examples; None: one each
     fast      form batch products in the model's dtype: quicker, and two digits poorer
     sharded   under torch.distributed: whether each rank's loader already yields its own part, every example once.
               None shards a map-style data set here, whatever its sampler, and refuses what it cannot shard
     progress  show a progress bar; None shows it on a terminal
 
-    For a gaussian likelihood with targets in the batches, the noise variance is estimated from the residuals.
+    For a gaussian likelihood with targets in the batches, the noise variance is estimated from the residuals. On the
+    first batch the network must return the logits of its output layer, which are the head's.
     """
     head = model.head
     if head.precision.momentum is not None and several_ranks():
         raise ValueError("Moving averages of several processes do not add up: use momentum=None.")
-    with evaluating(model), head.revision(afresh=True) as draft:
+    fields: dict[str, Any] = {"target": target, "inputs": inputs}
+    with (
+        evaluating(model),
+        likelihood_from_targets(model, loader, **fields) as loader,
+        head.revision(afresh=True) as draft,
+    ):
         if several_ranks():
             share_statistics(model.net, skip=model.head)
             if weights is not None and not sharded:
@@ -58,7 +71,11 @@ def fit_posterior(
             draft.random_features.forget_data()
         twice = not draft.random_features.adapted
         part = shard_loader(loader, sharded)
-        _fit(draft, Hidden(model, part, weights=weights, keep=twice, progress=progress), fast)
+        examples = Hidden(model, part, weights=weights, keep=twice, fitting=True, progress=progress, **fields)
+        _check_ranks_agree(model)
+        _fit(draft, examples, fast)
+        model.fingerprint = Fingerprint(model.net)
+    warn_of_kind(examples.odd_targets)
     if not (sharded and several_ranks()):  # a rank's own part says nothing about the whole
         _warn_if_incomplete(loader, head.num_observed)
     return head.num_observed
@@ -85,21 +102,39 @@ def _fit(head: GaussianProcessHead, examples: Hidden, fast: bool) -> None:
         head.training_error = torch.full_like(head.training_error, float(residuals[0] / residuals[1]))
 
 
-def update(model: SNGP, loader: Iterable[Any], *, weights: Tensor | None = None, progress: bool | None = None) -> int:
+def update(
+    model: SNGP,
+    loader: Iterable[Any],
+    *,
+    target: Field | None = None,
+    inputs: Inputs = None,
+    weights: Tensor | None = None,
+    progress: bool | None = None,
+) -> int:
     """Add new examples to a fitted posterior, after deployment, without the old data; returns the total.
 
     The output weights stay: only the variance learns. p-values are off until `afield.calibrate` runs again.
     """
-    return _revise(model, loader, weights, GaussianProcessHead.observe, progress)
+    examples = Hidden(model, loader, target=target, inputs=inputs, weights=weights, keep=False, progress=progress)
+    return _revise(model, examples, GaussianProcessHead.observe)
 
 
-def downdate(model: SNGP, loader: Iterable[Any], *, weights: Tensor | None = None, progress: bool | None = None) -> int:
+def downdate(
+    model: SNGP,
+    loader: Iterable[Any],
+    *,
+    target: Field | None = None,
+    inputs: Inputs = None,
+    weights: Tensor | None = None,
+    progress: bool | None = None,
+) -> int:
     """Remove examples from a fitted posterior, exactly, as if they had never been observed; returns the total.
 
     The model must be the one that observed them, with the same `weights` of the examples: features and curvature are
     computed again.
     """
-    return _revise(model, loader, weights, GaussianProcessHead.unobserve, progress)
+    examples = Hidden(model, loader, target=target, inputs=inputs, weights=weights, keep=False, progress=progress)
+    return _revise(model, examples, GaussianProcessHead.unobserve)
 
 
 def merge(model: SNGP, other: SNGP) -> int:
@@ -107,22 +142,49 @@ def merge(model: SNGP, other: SNGP) -> int:
 
     Both must map inputs to the same features: copies of one trained model, each fitted on its own part of the data.
     """
-    mine, theirs = model.head.random_features.state_dict(), other.head.random_features.state_dict()
-    if mine.keys() != theirs.keys() or any(not torch.equal(mine[k], theirs[k].to(mine[k].device)) for k in mine):
-        raise ValueError("Cannot merge posteriors over different random features: fit copies of one model.")
+    _check_same(model, other)
     with model.head.revision() as draft:
         draft.precision.merge(other.head.snapshot().precision)
         draft.forget_reference()
     return model.head.num_observed
 
 
-def _revise(
-    model: SNGP, loader: Iterable[Any], weights: Tensor | None, change: Callable[..., None], progress: bool | None
-) -> int:
+def _check_same(model: SNGP, other: SNGP) -> None:
+    """An error unless the two are copies of one model, fitted apart."""
+    if model.head is other.head:
+        raise ValueError("Cannot merge a posterior with itself: every example would count twice.")
+    model.check_fresh("merge")
+    other.check_fresh("merge")
+    for name in ("likelihood", "covariance", "curvature"):
+        mine, theirs = getattr(model.head, name), getattr(other.head, name)
+        if mine != theirs:
+            raise ValueError(f"Cannot merge posteriors with {name}={mine!r} and {theirs!r}.")
+    mine, theirs = model.head.random_features.state_dict(), other.head.random_features.state_dict()
+    if mine.keys() != theirs.keys() or any(not torch.equal(mine[k], theirs[k].to(mine[k].device)) for k in mine):
+        raise ValueError("Cannot merge posteriors over different random features: fit copies of one model.")
+    if digest(model.net) != digest(other.net):
+        raise ValueError("Cannot merge posteriors of networks with different weights: fit copies of one model.")
+
+
+def _check_ranks_agree(model: SNGP) -> None:
+    """An error unless all ranks have the same weights and random features: their sums would mean nothing."""
+    if not several_ranks():
+        return
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, digest(model.net, buffers=False))
+    if different := [rank for rank, other in enumerate(everyone) if other != everyone[0]]:
+        raise ValueError(
+            f"fit_posterior sums over ranks that have one model: the weights or random features of ranks {different} "
+            "differ from those of rank 0. Seed all ranks alike, or load one state on all."
+        )
+
+
+def _revise(model: SNGP, examples: Hidden, change: Callable[..., None]) -> int:
     if not model.head.precision.fitted:
         raise NotFitted("The posterior is not fitted: call afield.fit_posterior(model, train_loader) first.")
+    model.check_fresh("update or downdate the posterior")
     with evaluating(model), model.head.revision() as draft:
-        for h, _, weight in Hidden(model, loader, weights=weights, keep=False, progress=progress):
+        for h, _, weight in examples:
             change(draft, h, weights=weight)
     return model.head.num_observed
 

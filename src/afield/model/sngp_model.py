@@ -1,9 +1,11 @@
 """`SNGP`: a network whose output layer is a Gaussian process. `afield.sngp` and `afield.attach` make one."""
 
 import contextlib
+import dataclasses
 import math
 import sys
-from collections.abc import Iterator, Mapping
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TextIO
 
@@ -11,13 +13,18 @@ import torch
 from torch import Tensor, nn
 
 from afield.bounds.spectral import bounds_of, operator_norm
+from afield.errors import Stale, StaleWarning
 from afield.gp.capture import hidden_vectors
 from afield.gp.head import GaussianProcessHead
-from afield.model.batches import device_of, split_batch
+from afield.model.batches import as_tensors, device_of, dtype_of, is_loader, split_batch
 from afield.model.evaluating import evaluating
+from afield.model.fingerprint import Fingerprint
 from afield.model.input_errors import clearer_error
 from afield.model.layers import layers_of, type_name
 from afield.prediction.prediction import Prediction
+
+_CHANGED = "The network has changed since its posterior was fitted (trained, loaded, or moved to another precision)."
+_REFIT = "Call afield.fit_posterior, then afield.calibrate."
 
 
 @dataclass(frozen=True)
@@ -43,6 +50,7 @@ class SNGP(nn.Module):
         self.net = net
         self.output, self.kind, self.settings = output, kind, settings
         self._reasons = reasons
+        self.fingerprint: Fingerprint | None = None  # of the network that the posterior was fitted with
         if not isinstance(self.head, GaussianProcessHead):
             raise TypeError(f"SNGP expects a GaussianProcessHead at {output!r}, got {type(self.head).__name__}.")
 
@@ -56,6 +64,10 @@ class SNGP(nn.Module):
 
     def hidden(self, *args: Any, **kwargs: Any) -> Tensor:
         """The hidden vectors h (N, d) that reach the head."""
+        if not all(isinstance(value, Tensor) for value in (*args, *kwargs.values())):  # arrays, perhaps
+            place = device_of(self), dtype_of(self)
+            args = tuple(value if isinstance(value, Tensor) else as_tensors(value, *place) for value in args)
+            kwargs = {k: v if isinstance(v, Tensor) else as_tensors(v, *place) for k, v in kwargs.items()}
         try:
             h, returned = hidden_vectors(self.net, self.output, args, kwargs)
         except (RuntimeError, TypeError, IndexError) as error:
@@ -79,12 +91,39 @@ class SNGP(nn.Module):
         generator: torch.Generator | None = None,
         **kwargs: Any,
     ) -> Prediction:
-        """One pass in evaluation mode, without gradients, leaving the model as it was."""
+        """One pass in evaluation mode, without gradients, leaving the model as it was.
+
+        Takes what the network takes; a mapping of it; arrays in place of tensors; or a loader, whose batches are
+        joined in one prediction: `target` and `inputs` choose their fields as in `afield.fit_posterior`.
+        """
+        if len(args) == 1 and not isinstance(args[0], Tensor) and is_loader(args[0]):
+            options = {"predictive": predictive, "num_samples": num_samples, "generator": generator}
+            return self._predict_all(args[0], options, **kwargs)
         if len(args) == 1 and isinstance(args[0], Mapping):
             args, kwargs, _ = split_batch({**args[0], **kwargs}, device_of(self))
         with evaluating(self):
             h = self.hidden(*args, **kwargs)
-            return self.head.predict(h, predictive=predictive, num_samples=num_samples, generator=generator)
+            prediction = self.head.predict(h, predictive=predictive, num_samples=num_samples, generator=generator)
+        if self.fingerprint is None or torch.compiler.is_compiling() or self.fingerprint.still_holds(self.net):
+            return prediction
+        warnings.warn(f"{_CHANGED} The variance is of other weights, and p-values are off. {_REFIT}", StaleWarning, 2)
+        return dataclasses.replace(prediction, p_value=None, smallest_p_value=None)
+
+    def check_fresh(self, what: str) -> None:
+        """An error if the network is not the one that its posterior was fitted with, by its content."""
+        if self.fingerprint is not None and not self.fingerprint.still_holds(self.net, thorough=True):
+            raise Stale(f"Cannot {what}: {_CHANGED[0].lower()}{_CHANGED[1:]} {_REFIT}")
+
+    def _predict_all(self, loader: Iterable[Any], options: dict[str, Any], **kwargs: Any) -> Prediction:
+        """Of all batches of a loader; `kwargs` that choose no fields go to the network with each."""
+        fields = {name: kwargs.pop(name, None) for name in ("target", "inputs")}
+        parts, device = [], device_of(self)
+        for batch in loader:
+            args, named, _ = split_batch(batch, device, net=self.net, wants_target=False, **fields)
+            parts.append(self.predict(*args, **{**named, **kwargs}, **options))
+        if not parts:
+            raise ValueError("predict got an empty loader: there is nothing to predict. Can it be read only once?")
+        return Prediction.cat(parts)
 
     def audit(self, file: TextIO | None = None) -> list[AuditRow]:
         """Print, for every layer, whether it is bounded or why not, its norm, its bound, how often that was binding."""

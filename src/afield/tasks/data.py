@@ -6,20 +6,26 @@ accepted only if its hash is the one written here. Tars are unpacked, `fetch("CI
 own: `SOURCES["mine/x.npz"] = Source(url, "sha256:...")`.
 """
 
+import gzip
 import importlib.util
+import lzma
 import os
 import sys
 import tarfile
 import tempfile
+import zlib
 from fnmatch import fnmatchcase
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
 import numpy as np
 
 from afield.errors import DataDamaged, DataMissing
+from afield.model.files import read_arrays
 from afield.registry import Registry
+
+_MOST_MEMBERS, _MOST_BYTES = 1_000_000, 64 * 2**30  # of a tar that is unpacked
 
 
 class Source(NamedTuple):
@@ -129,13 +135,9 @@ def arrays(file: str | Path) -> dict[str, np.ndarray]:
     """The arrays of an npz file, by name; never unpickles. The file is a path, or a name as `find` takes it."""
     path = find(file) if isinstance(file, str) else file
     try:
-        with path.open("rb") as handle, np.load(handle, allow_pickle=False) as content:
-            return {key: content[key] for key in content.files}
-    except Exception as error:  # zip, zlib and numpy raise a dozen kinds between them
-        raise DataDamaged(
-            f"{path} is not a readable npz file of plain arrays ({type(error).__name__}: {error}). "
-            "Delete it and get it again."
-        ) from error
+        return read_arrays(path)
+    except ValueError as error:
+        raise DataDamaged(f"{path} is {error}. Delete it and get it again.") from error
 
 
 def fetch(name: str) -> Path:
@@ -153,8 +155,7 @@ def fetch(name: str) -> Path:
         return download(name, target)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".unpacking-") as folder:
         archive, unpacked = download(name, Path(folder) / "archive"), Path(folder) / "unpacked"
-        with tarfile.open(archive) as tar:
-            tar.extractall(unpacked, filter="data")
+        unpack(archive, unpacked, source.url)
         if not (unpacked / target.name).is_dir():
             raise DataDamaged(f"{source.url} holds no folder {target.name}.")
         try:
@@ -163,6 +164,35 @@ def fetch(name: str) -> Path:
             if not target.is_dir():  # else another process was first
                 raise
     return target
+
+
+def unpack(archive: Path, folder: Path, source: str) -> None:
+    """Unpack a tar of regular files and folders below `folder`; `DataDamaged` if it holds anything else, or too much.
+
+    source  where it came from, for the message
+    """
+    count = size = 0
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tarfile.open(archive) as tar:
+            for member in tar:
+                count, size = count + 1, size + member.size
+                _check_member(member)
+                if count > _MOST_MEMBERS or size > _MOST_BYTES:
+                    raise DataDamaged(f"more than {_MOST_MEMBERS:,} members, or {_MOST_BYTES / 2**30:.0f} GiB")
+                tar.extract(member, folder, filter="data")
+    except DataDamaged as error:
+        raise DataDamaged(f"{source} was not unpacked: it holds {error}.") from error
+    except (tarfile.TarError, EOFError, ValueError, zlib.error, lzma.LZMAError, gzip.BadGzipFile) as error:
+        raise DataDamaged(f"{source} is not a readable tar ({type(error).__name__}: {error}).") from error
+
+
+def _check_member(member: tarfile.TarInfo) -> None:
+    path = PurePosixPath(member.name)
+    if not (member.isdir() or member.isreg()) or member.issparse():
+        raise DataDamaged(f"{member.name!r}, which is neither a regular file nor a folder")
+    if path.is_absolute() or ".." in path.parts or "\\" in member.name or ":" in member.name:
+        raise DataDamaged(f"{member.name!r}, a path outside its folder")
 
 
 def download(name: str, target: Path) -> Path:

@@ -10,6 +10,7 @@ Every image is scaled until its short side is 8/7 of `size`, then cut to the mid
 
 import io
 import tarfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -47,7 +48,9 @@ class ImageFiles(Dataset[tuple[Tensor, int]]):
             content = file.read(length)
         try:
             pixels = read_square(content, self.size, enlarge=8 / 7)
-        except OSError as error:  # Pillow raises it for every kind of damage
+        except ImportError:
+            raise
+        except Exception as error:  # Pillow raises OSError for most kinds of damage, and a few others
             raise DataDamaged(f"A picture in {path}, from byte {start}, cannot be read: {error}.") from error
         return torch.from_numpy(pixels.transpose(2, 0, 1).copy()), int(self.targets[index])
 
@@ -58,16 +61,31 @@ def locate_images(root: Path) -> dict[str, list[ImageLocation]]:
     for folder in sorted(p for p in root.iterdir() if p.is_dir()):
         found[folder.name] = [(str(file.relative_to(folder)), ImageLocation(file)) for file in list_files(folder)]
     for tar in sorted(root.glob("*.tar")):
-        with tarfile.open(tar) as archive:
-            for member in archive:
-                path = Path(member.name)
-                if member.isfile() and path.suffix.lower() in _SUFFIXES and len(path.parts) > 1:
-                    location = ImageLocation(tar, member.offset_data, member.size)
-                    found.setdefault(path.parts[-2], []).append((path.name, location))
+        for path, location in _locate_in_tar(tar):
+            found.setdefault(path.parts[-2], []).append((path.name, location))
     by_class = {name: [location for _, location in sorted(found[name])] for name in sorted(found) if found[name]}
     if not by_class:
         raise DataMissing(f"{root} holds no pictures: expected class/name.jpg, or *.tar with members class/name.jpg.")
     return by_class
+
+
+def _locate_in_tar(tar: Path) -> Iterator[tuple[Path, ImageLocation]]:
+    """The regular files of a tar that are images, where they lie in it. Links and sparse files are passed over."""
+    total = tar.stat().st_size
+    try:
+        with tarfile.open(tar, "r:") as archive:  # not compressed, or the places would mean nothing
+            for member in archive:
+                path = Path(member.name)
+                if not member.isreg() or member.issparse() or path.suffix.lower() not in _SUFFIXES:
+                    continue
+                if member.offset_data + member.size > total:
+                    raise tarfile.ReadError(f"{member.name} ends after the end of the file")
+                if len(path.parts) > 1:
+                    yield path, ImageLocation(tar, member.offset_data, member.size)
+    except (tarfile.TarError, EOFError, ValueError) as error:
+        raise DataDamaged(
+            f"{tar} is not a readable tar ({type(error).__name__}: {error}). It must not be compressed. Get it again."
+        ) from error
 
 
 def list_files(folder: Path) -> list[Path]:

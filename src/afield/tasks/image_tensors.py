@@ -19,6 +19,7 @@ from torch.utils.data import TensorDataset
 
 from afield.backbones.normalize import as_numbers
 from afield.errors import DataMissing
+from afield.tasks.data import arrays
 from afield.tasks.image_files import import_pillow, list_files, read_square
 
 LabelledImages = tuple[np.ndarray, np.ndarray]
@@ -95,10 +96,9 @@ def _read_images(path: Path, channels: int, size: int) -> np.ndarray:
         return np.stack([read_square(file.read_bytes(), size, channels) for file in files])
     if not path.is_file():
         raise DataMissing(f"AFIELD_OOD names {path}, which is neither a file nor a folder.")
-    with np.load(path, allow_pickle=False) as file:
-        if "x" not in file.files or file["x"].dtype != np.uint8 or file["x"].ndim not in (3, 4):
-            raise ValueError(f"AFIELD_OOD expects npz files with an array x of bytes (N, H, W[, C]); {path} has none.")
-        images = file["x"]
+    images = arrays(path).get("x")
+    if images is None or images.dtype != np.uint8 or images.ndim not in (3, 4):
+        raise ValueError(f"AFIELD_OOD expects npz files with an array x of bytes (N, H, W[, C]); {path} has none.")
     if images.ndim == 3:
         images = images[..., None].repeat(channels, axis=-1)
     if images.shape[1:] == (size, size, channels):

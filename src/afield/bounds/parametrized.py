@@ -1,0 +1,86 @@
+"""The class that torch injects into a parametrised layer, made to read a kept weight and to pickle."""
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as hooks
+from torch.nn.utils import parametrize
+
+from afield.bounds import optimizer_steps
+from afield.bounds.weight_cache import KeptWeight, make_and_keep, plain_evaluation
+
+_KEPT = "_kept_"  # and the name of the tensor: where a layer has its `KeptWeight`
+_CONVOLUTIONS = (nn.Conv1d.forward, nn.Conv2d.forward, nn.Conv3d.forward)
+
+
+def refine_class(layer: nn.Module, name: str) -> None:
+    """Let the class of a layer whose tensor `name` is parametrised read it through the cache, and pickle."""
+    optimizer_steps.follow()
+    kind: Any = type(layer)
+    made: property = kind.__dict__[name]
+    setattr(kind, name, property(_reader(name, cast(Callable[[nn.Module], Tensor], made.fget)), made.fset))
+    kind.__reduce_ex__ = _reduce
+    if "__getstate__" in kind.__dict__:  # torch's, which refuses
+        del kind.__getstate__
+    if kind.forward in _CONVOLUTIONS:
+        kind._call_impl = _call
+
+
+def _reader(name: str, make: Callable[[nn.Module], Tensor]) -> Callable[[nn.Module], Tensor]:
+    slot = _KEPT + name
+
+    def read(layer: nn.Module) -> Tensor:
+        if torch.compiler.is_compiling():
+            return make(layer)
+        kept: KeptWeight | None = layer.__dict__.get(slot)
+        if kept is not None and plain_evaluation() and kept.stands():
+            return kept.value
+        chain: Any = cast(nn.ModuleDict, layer.parametrizations)[name]
+        source, place = chain[0], (chain._parameters, "original")
+        if len(chain) > 1 or "original" not in chain._parameters or not hasattr(source, "made_of"):
+            return make(layer)  # not a bound alone
+        value, layer.__dict__[slot] = make_and_keep(source, place, lambda: make(layer))
+        return value
+
+    return read
+
+
+def _call(layer: Any, *args: Any, **kwargs: Any) -> Any:
+    """A convolution whose weight is kept, without the hook by which its bound sees the input.
+
+    In evaluation the hook has nothing to do once the input size is known, and costs a third of a small layer.
+    """
+    kept: KeptWeight | None = layer.__dict__.get(_KEPT + "weight")
+    if (
+        kept is None
+        or torch.compiler.is_compiling()
+        or kwargs
+        or len(args) != 1
+        or [getattr(hook, "__self__", None) for hook in layer._forward_pre_hooks.values()] != [kept.source]
+        or layer._forward_hooks
+        or layer._backward_hooks
+        or layer._backward_pre_hooks
+        or hooks._has_any_global_hook()
+        or not plain_evaluation()
+        or not kept.stands()
+    ):
+        return nn.Module._call_impl(layer, *args, **kwargs)
+    return layer._conv_forward(args[0], kept.value, layer.bias)
+
+
+def _reduce(layer: nn.Module, _: Any) -> tuple[Any, ...]:
+    """The injected class has no name to be found by: a pickle says how to make it again."""
+    names = tuple(cast(nn.ModuleDict, layer.parametrizations))
+    return _layer_of, (type(layer).__mro__[1], names), layer.__getstate__()
+
+
+def _layer_of(kind: type[nn.Module], names: tuple[str, ...]) -> nn.Module:
+    """An empty layer of that kind, with parametrised tensors of these names."""
+    layer = kind.__new__(kind)
+    parametrize._inject_new_class(layer)
+    for name in names:
+        parametrize._inject_property(layer, name)
+        refine_class(layer, name)
+    return layer

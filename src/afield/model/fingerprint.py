@@ -1,0 +1,102 @@
+"""A fitted model knows the weights it was fitted with.
+
+The posterior belongs to one network: more training, other weights or half precision make it a posterior of something
+else. The fingerprint is a hash of all parameters and buffers that decide hidden vectors, features and mean. It is taken
+when the posterior is fitted. Whatever changes or hands on the posterior compares it in full; a prediction looks only at
+the tensors' versions and addresses, and hashes again where these have changed.
+"""
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from afield.gp.features import RandomFeatures
+from afield.gp.head import GaussianProcessHead
+
+_POSTERIOR = (  # what fitting and calibrating set
+    *("ridge", "amplitude", "logit_scale", "noise", "training_error", "reference", "reference_count"),
+    *("shift", "gain", "length_scale", "radius"),
+)
+_COUNTERS = ("num_steps", "num_binding", "num_batches_tracked")  # which change nothing
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor of the network, and where it is held."""
+
+    name: str
+    owner: dict[str, Any]
+    key: str
+    tensor: Tensor
+
+
+class Fingerprint:
+    """The hash of a network, and what its tensors looked like when it was taken."""
+
+    def __init__(self, net: nn.Module) -> None:
+        self.digest = digest(net)
+        self._seen = _look(net)
+        self._changed = False
+
+    def still_holds(self, net: nn.Module, *, thorough: bool = False) -> bool:
+        """Whether the network is the one that was hashed; `thorough`: by its content, whatever its versions say."""
+        if thorough or not all(_same(*row) for row in self._seen):
+            self._seen, self._changed = _look(net), digest(net) != self.digest
+        return not self._changed
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Fingerprint":
+        return from_digest(self.digest)
+
+    def __reduce__(self) -> tuple[Any, tuple[str]]:
+        return from_digest, (self.digest,)
+
+
+def from_digest(text: str) -> Fingerprint:
+    """The fingerprint of a saved or copied model: its tensors are looked at when it is first asked."""
+    fingerprint = Fingerprint.__new__(Fingerprint)
+    fingerprint.digest, fingerprint._changed = text, False
+    fingerprint._seen = [({}, "", torch.zeros(0), 0, 0)]
+    return fingerprint
+
+
+def digest(net: nn.Module, *, buffers: bool = True) -> str:
+    """A hash of all that decides hidden vectors, features and mean; else, of parameters and random features alone."""
+    total = hashlib.blake2b(digest_size=16)
+    for entry in _entries(net, buffers):
+        tensor = entry.tensor.detach().cpu().contiguous()
+        total.update(f"{entry.name} {tensor.dtype} {tuple(tensor.shape)};".encode())
+        if tensor.numel():
+            total.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return total.hexdigest()
+
+
+def _entries(net: nn.Module, buffers: bool = True) -> Iterator[Entry]:
+    for prefix, module in net.named_modules():
+        if prefix.endswith("precision") and isinstance(_parent(net, prefix), GaussianProcessHead):
+            continue
+        random = isinstance(module, RandomFeatures)
+        for owner in (module._parameters, module._buffers if buffers or random else {}):
+            for key, tensor in owner.items():
+                own = isinstance(module, GaussianProcessHead | RandomFeatures) and key in _POSTERIOR
+                if isinstance(tensor, Tensor) and not own and key not in _COUNTERS:
+                    yield Entry(f"{prefix}.{key}", owner, key, tensor)
+
+
+def _parent(net: nn.Module, name: str) -> nn.Module:
+    return net.get_submodule(name.rpartition(".")[0])
+
+
+def _look(net: nn.Module) -> list[tuple[dict[str, Any], str, Tensor, int, int]]:
+    return [(e.owner, e.key, e.tensor, _version(e.tensor), e.tensor.data_ptr()) for e in _entries(net)]
+
+
+def _same(owner: dict[str, Any], key: str, tensor: Tensor, version: int, pointer: int) -> bool:
+    return owner.get(key) is tensor and _version(tensor) == version and tensor.data_ptr() == pointer
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
