@@ -100,7 +100,7 @@ class SNGP(nn.Module):
             options = {"predictive": predictive, "num_samples": num_samples, "generator": generator}
             return self._predict_all(args[0], options, **kwargs)
         if len(args) == 1 and isinstance(args[0], Mapping):
-            args, kwargs, _ = split_batch({**args[0], **kwargs}, device_of(self))
+            args, kwargs, _ = split_batch({**args[0], **kwargs}, device_of(self), net=self.net)
         with evaluating(self):
             h = self.hidden(*args, **kwargs)
             prediction = self.head.predict(h, predictive=predictive, num_samples=num_samples, generator=generator)
