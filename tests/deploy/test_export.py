@@ -26,9 +26,9 @@ from afield.deploy.export import Exported, ExportError, export
 from afield.deploy.onnx_file import convert, open_session
 from afield.deploy.traced import HIDDEN, Graph, Inputs, chosen_alpha, expected, threshold
 from afield.errors import NotFitted
-from afield.experiment import one_run, run_folder
+from afield.experiment import one_run
 from afield.experiment.config import Config
-from afield.experiment.model_folder import make_network
+from afield.experiment.model_folder import make_network, open_model
 from afield.model.batches import split_batch
 from afield.model.class_changes import add_class, drop_class
 from afield.model.sngp_model import SNGP
@@ -631,8 +631,8 @@ def test_command_exports_a_run_and_its_snippet_runs(
     assert "MB" in text
     lines = [line.strip() for line in text.splitlines() if line.startswith("    ")]
     assert len(lines) == 3
-    task, _, model = one_run.load(run_folder.read(trained))
-    x = task.test.tensors[0][:7]
+    opened = open_model(trained)
+    model, x = opened.model, opened.task.test.tensors[0][:7]
     names: dict[str, Any] = {"x": x.numpy()}
     exec("\n".join(lines), names)
     right = model.predict(x)

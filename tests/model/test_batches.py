@@ -5,12 +5,15 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
-from afield.model import progress
-from afield.model.batches import device_of, split_batch
+import afield
+from afield.model import hidden, progress
+from afield.model.batches import device_of, is_loader, split_batch
 from afield.model.evaluating import evaluating
 from afield.model.progress import track
 
@@ -69,6 +72,204 @@ def test_empty_batch(empty: Any) -> None:
 def test_not_a_batch(wrong: Any) -> None:
     with pytest.raises(TypeError, match=r"A batch must be a tensor, a tuple or list .* or a mapping, got"):
         split_batch(wrong)
+
+
+# Which field is which --------------------------------------------------------------------------------------------
+
+
+class Masked(nn.Module):
+    """One input, and a mask if there is one; `forward` of subclasses asks for more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.fc = nn.Linear(2, 6), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        return self.fc(torch.tanh(self.body(x if mask is None else x * mask[:, None])))
+
+
+class TwoInputs(Masked):
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x, mask)
+
+
+class Anything(Masked):
+    def forward(self, *inputs: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(*inputs)
+
+
+X40 = torch.randn(40, 2, generator=torch.Generator().manual_seed(0))
+Y40, INDEX = torch.arange(40) % 3, torch.arange(40)
+GUESS = r"A batch has 3 fields.*which is the target would be a guess.*inputs=0, target=1.*inputs=\[0, 1\], target=2"
+CALLS = [
+    afield.fit_posterior,
+    afield.calibrate,
+    afield.posterior.update,
+    afield.posterior.downdate,
+    lambda model, loader, **fields: afield.fit_head(afield.sngp(Masked(), None, freeze=True), loader, **fields),
+]
+IDS = ["fit_posterior", "calibrate", "update", "downdate", "fit_head"]
+
+
+def fitted_model(net: nn.Module, loader: Any, **fields: Any) -> afield.SNGP:
+    model = afield.attach(net, num_random_features=16, generator=torch.Generator().manual_seed(0))
+    afield.fit_posterior(model, loader, **fields)
+    return model
+
+
+@pytest.mark.parametrize("call", CALLS, ids=IDS)
+def test_a_guess_that_could_be_wrong_is_an_error(call: Any) -> None:
+    """A batch (x, y, index) for forward(x, mask=None): y was taken for the mask."""
+    model = fitted_model(Masked(), [(X40, Y40)])
+    with pytest.raises(ValueError, match=GUESS):
+        call(model, [(X40, Y40, INDEX)])
+    with pytest.raises(ValueError, match=GUESS):
+        call(model, [(X40, Y40, INDEX)], target=1)  # x and the index remain
+    with pytest.raises(ValueError, match=GUESS):
+        call(model, [(X40, Y40, INDEX)], inputs=0)  # y or the index
+    call(model, [(X40, Y40, INDEX)], inputs=0, target=1)
+
+
+@pytest.mark.parametrize(
+    ("loader", "fields"),
+    [
+        ([(X40, Y40, INDEX)], {"inputs": 0, "target": 1}),
+        ([(INDEX, Y40, X40)], {"inputs": -1, "target": -2}),
+        ([(INDEX, Y40, X40)], {"inputs": [2], "target": 1}),
+        ([{"x": X40, "y": Y40, "id": INDEX}], {"inputs": "x", "target": "y"}),
+        ([{"image": X40, "class": Y40, "id": INDEX}], {"inputs": ["image"], "target": "class"}),
+        ([{"x": X40, "labels": Y40}], {}),
+        ([collections.namedtuple("Row", "id x y")(INDEX, X40, Y40)], {"inputs": "x", "target": "y"}),
+        ([(X40.numpy().astype(np.float64), Y40.numpy())], {}),
+        ([[X40.numpy(), Y40.numpy()]], {}),
+        (DataLoader(TensorDataset(X40, Y40, INDEX), batch_size=16), {"inputs": 0, "target": 1}),
+    ],
+    ids=[
+        *("tuple", "from the end", "list", "keys", "keys that are no arguments", "labels", "namedtuple"),
+        *("double arrays", "list of arrays", "loader"),
+    ],
+)
+def test_fields_are_chosen(loader: Any, fields: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    net = Masked()
+    expected, model = fitted_model(net, [(X40, Y40)]), fitted_model(net, loader, **fields)
+    torch.testing.assert_close(model.predict(X40).variance, expected.predict(X40).variance)
+    found = [
+        afield.calibrate(m, batches, **f) for m, batches, f in ((expected, [(X40, Y40)], {}), (model, loader, fields))
+    ]
+    assert found[0].loss == pytest.approx(found[1].loss, rel=1e-4)
+    torch.testing.assert_close(model.predict(loader, **fields).probs, expected.predict(X40).probs)
+
+
+def test_a_forward_that_needs_as_many_inputs_tells_by_itself() -> None:
+    mask = torch.ones(40)
+    model = fitted_model(TwoInputs(), [(X40, mask, Y40)])
+    afield.calibrate(model, [(X40, mask, Y40)])
+    for batch in ((X40, mask), (X40, mask, Y40)):  # without a target too
+        assert torch.equal(model.predict([batch]).probs, model.predict(X40, mask).probs)
+    with pytest.raises(ValueError, match="A batch has 4 fields, and the network's forward needs 2 of them"):
+        afield.calibrate(model, [(X40, mask, INDEX, Y40)])
+    afield.calibrate(model, [(X40, mask, INDEX, Y40)], inputs=[0, 1], target=3)
+
+
+def test_a_forward_that_takes_anything_does_not_tell() -> None:
+    model = fitted_model(Anything(), [(X40, Y40)])
+    with pytest.raises(ValueError, match=r"A batch has 3 fields: which are"):
+        afield.calibrate(model, [(X40, torch.ones(40), Y40)])
+    afield.calibrate(model, [(X40, torch.ones(40), Y40)], inputs=[0, 1], target=2)
+
+
+@pytest.mark.parametrize(
+    ("batch", "fields", "message"),
+    [
+        ((X, Y), {"target": 2}, "The batch has no field 2: it has 2 fields, 0 to 1"),
+        ((X, Y), {"inputs": "x"}, "The batch has no field 'x': it has 2 fields, 0 to 1"),
+        (Pair(X, Y), {"inputs": "z"}, "no field 'z': it has 2 fields, 0 to 1, or 'x', 'y'"),
+        ({"x": X, "labels": Y}, {"target": "y"}, "The batch has no field 'y': its fields are 'x', 'labels'"),
+        (X, {"inputs": 0}, "choose fields of a batch, got a batch that is one tensor"),
+    ],
+)
+def test_fields_that_are_not_there(batch: Any, fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        split_batch(batch, net=Masked(), **fields)
+
+
+# Arrays and loaders ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_arrays_are_taken_where_tensors_are(dtype: torch.dtype) -> None:
+    model = fitted_model(Masked().to(dtype), [(X40.to(dtype), Y40)])
+    expected = model.predict(X40.to(dtype)).probs
+    array = X40.numpy()
+    reversed_twice = np.ascontiguousarray(array[::-1])[::-1]
+    read_only = array.copy()
+    read_only.flags.writeable = False
+    for given in (array, array.astype(">f8"), reversed_twice, read_only):
+        assert torch.equal(model.predict(given).probs, expected)
+        assert torch.equal(model.predict(x=given).probs, expected)
+        assert torch.equal(model.predict({"x": given}).probs, expected)
+        assert torch.equal(model.hidden(given), model.hidden(X40.to(dtype)))
+
+
+def test_whole_numbers_in_arrays_stay_whole() -> None:
+    net = nn.Sequential(nn.EmbeddingBag(10, 4), nn.Linear(4, 3))
+    ids = torch.arange(80).reshape(40, 2) % 10
+    model = fitted_model(net, [(ids.numpy(), Y40.numpy())])
+    assert torch.equal(model.predict(ids.numpy()).probs, model.predict(ids).probs)
+
+
+def test_predict_takes_a_loader() -> None:
+    model = fitted_model(Masked(), [(X40, Y40)])
+    afield.calibrate(model, [(X40, Y40)])
+    expected = model.predict(X40)
+    pairs = TensorDataset(X40, Y40)
+    loaders: list[Any] = [
+        DataLoader(pairs, batch_size=7),
+        DataLoader(TensorDataset(X40), batch_size=7),
+        [(X40[:10], Y40[:10]), (X40[10:], Y40[10:])],
+        list(X40.split(9)),
+        (part for part in X40.split(9)),
+        [{"x": X40, "labels": Y40}],
+        [X40.numpy()],
+    ]
+    for loader in loaders:
+        found = model.predict(loader)
+        assert len(found) == 40
+        for name, value in expected.numpy().items():
+            np.testing.assert_allclose(found.numpy()[name], value, rtol=1e-4, atol=1e-6)
+    with pytest.raises(ValueError, match="predict got an empty loader"):
+        model.predict(iter([]))
+    with pytest.raises(ValueError, match=GUESS):
+        model.predict([(X40, Y40, INDEX)])
+    assert len(model.predict([(X40, Y40, INDEX)], inputs=0)) == 40  # needs no target
+
+
+@pytest.mark.parametrize(
+    "value", [X, (X, Y), {"x": X}, "text", ["a", "b"], [1.0, 2.0], [[1.0]], [], X.numpy(), 3, None]
+)
+def test_inputs_are_no_loaders(value: Any) -> None:
+    assert not is_loader(value)
+
+
+def test_a_batch_that_moves_itself_is_no_loader() -> None:
+    class Graph(list):
+        def to(self, device: Any) -> "Graph":
+            return self
+
+    assert not is_loader(Graph([X]))
+
+
+def test_a_generator_that_would_have_to_be_read_twice_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = afield.attach(Masked(), num_random_features=16)
+    assert afield.fit_posterior(model, iter([(X40, Y40)])) == 40  # few enough to keep
+    monkeypatch.setattr(hidden, "_CACHE_BYTES", 100)
+    with pytest.raises(
+        ValueError, match=r"needed twice, and this loader is an iterator that can be read only once.*DataLoader"
+    ):
+        afield.fit_posterior(model, iter([(X40, Y40)]))
+    afield.calibrate(model, iter([(X40, Y40)]))  # one pass does
+    afield.posterior.update(model, iter([(X40, Y40)]))
 
 
 def test_device_of_a_module() -> None:

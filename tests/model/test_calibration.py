@@ -223,7 +223,7 @@ def test_bernoulli_agrees_with_two_classes():
         double.weight.copy_(torch.cat([torch.zeros_like(single.weight), single.weight]))
         double.bias.zero_()
     y = (torch.rand(3000, generator=seed(2), dtype=torch.float64) < torch.sigmoid(single(x)[:, 0] / 4)).long()
-    one, two = attached(single), attached(double)
+    one, two = attached(single, likelihood="bernoulli"), attached(double)
     found = [afield.calibrate(model, [(x, y)]) for model in (one, two)]
     assert found[0].loss == pytest.approx(found[1].loss, rel=1e-6)
     assert found[0].amplitude == pytest.approx(found[1].amplitude, rel=1e-6)

@@ -473,7 +473,7 @@ def test_head_options_are_the_heads() -> None:
 
 
 def test_one_logit_needs_a_likelihood() -> None:
-    with pytest.raises(ValueError, match='use likelihood="bernoulli" for one logit'):
+    with pytest.raises(ValueError, match='use likelihood="bernoulli" for one logit, "gaussian" for one number'):
         afield.sngp(mlp(1))
 
 
@@ -762,8 +762,7 @@ def test_predict_from_many_threads_in_the_midst_of_training() -> None:
 
 def test_one_logit() -> None:
     net, x = mlp(1).eval(), torch.randn(40, 3)
-    attached = fitted(afield.attach(net, **SMALL), x)
-    assert attached.head.likelihood == "bernoulli"
+    attached = fitted(afield.attach(net, likelihood="bernoulli", **SMALL), x)
     prediction = attached.predict(x)
     assert prediction.probs.shape == (40, 2)
     assert torch.equal(prediction.labels, (net(x) > 0).long().squeeze(1))

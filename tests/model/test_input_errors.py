@@ -157,12 +157,7 @@ TABLE: list[tuple[str, Callable[[], Any], type[Exception], str]] = [
     ("one text", lambda: table().predict("a"), TypeError, "got text"),
     ("text, posterior", lambda: afield.fit_posterior(table(), [["a", "b"]]), TypeError, "got text"),
     ("text in an array", lambda: table().predict(np.array(["a"])), TypeError, "got text"),
-    (
-        "an array",
-        lambda: table().predict(np.zeros((5, 4))),
-        TypeError,
-        r"got a NumPy array\. Use torch\.as_tensor\(x\), .*\(5, 4\)",
-    ),
+    ("width of an array", lambda: table().predict(np.zeros((5, 3))), ValueError, r"expects 4 features .*\(5, 3\)"),
     ("a list", lambda: table().predict([[1.0, 2, 3, 4]]), TypeError, r"got a list of numbers\. Use torch\.tensor\(x\)"),
     (
         "a batch of text",
@@ -192,8 +187,8 @@ TABLE: list[tuple[str, Callable[[], Any], type[Exception], str]] = [
         r"calibrate expects batches of \(inputs, target\) whose target is a tensor of numbers, got list of str\. Num",
     ),
     (
-        "labels in an array",
-        lambda: afield.calibrate(table(), [(inputs(), y.numpy())]),
+        "label names in an array",
+        lambda: afield.calibrate(table(), [(inputs(), np.array(["cat"] * N))]),
         ValueError,
         "got ndarray. Number",
     ),

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Subset, TensorDataset
 
 import afield
-from afield.errors import NotFitted
+from afield.errors import NotFitted, OtherTargets
 from afield.experiment.launch import disconnect
 from afield.model import hidden
 from afield.model.posterior import downdate, merge, update
@@ -502,6 +502,7 @@ def worker(rank: int, folder: str) -> None:
     """Every scenario on one rank, with what came out in a file of its own; warnings are errors here too."""
     torch.set_num_threads(1)
     warnings.simplefilter("error")
+    warnings.simplefilter("ignore", OtherTargets)  # real targets, whatever the likelihood
     store = f"file://{folder}/store"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2, timeout=datetime.timedelta(seconds=60))
     for name, (build, loader, sharded) in SCENARIOS.items():

@@ -303,7 +303,7 @@ def test_other_likelihoods_come_back(likelihood, tmp_path):
         return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1))
 
     model = afield.sngp(net(), likelihood=likelihood, num_random_features=8)
-    x, y = torch.randn(40, 3), torch.arange(40) % 2
+    x, y = torch.randn(40, 3), torch.arange(40) % 2 + 0.0
     afield.fit_head(model, [(x, y)])
     afield.fit_posterior(model, [(x, y)])
     back = afield.load(afield.save(model, tmp_path), net())

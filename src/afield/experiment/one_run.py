@@ -28,7 +28,7 @@ from afield.experiment import run_folder
 from afield.experiment.config import Config
 from afield.experiment.distributed import explain_failures, on_first_rank, rank_and_world
 from afield.experiment.evaluation import evaluate, fit_scores, targets
-from afield.experiment.model_folder import open_model, restore_model
+from afield.experiment.model_folder import restore_model
 from afield.experiment.run_folder import Results, Run, evenly_spaced_rows
 from afield.experiment.task_parts import parts_of, predict_batches
 from afield.experiment.training import OnEpoch, fit
@@ -245,10 +245,3 @@ def _drawn_features(predictions: Mapping[str, Prediction]) -> dict[str, Tensor]:
     if "test" in predictions:
         features["test/rows"] = evenly_spaced_rows(len(predictions["test"]), _NUM_DRAWN)
     return features
-
-
-def load(finished: Run) -> tuple[Task, Any, nn.Module]:
-    """Task, method and model of a run; only until tests/deploy/test_export.py uses `model_folder.open_model`."""
-    opened = open_model(finished.folder)
-    assert opened.task is not None
-    return opened.task, METHODS[opened.kind], opened.model

@@ -198,9 +198,6 @@ def evenly_spaced_rows(count: int, most: int) -> Tensor:
     return torch.linspace(0, count - 1, min(count, most), dtype=torch.float64).round().long()
 
 
-spread = evenly_spaced_rows  # until afield.report.hidden has the new name
-
-
 def pack(predictions: Mapping[str, Prediction], arrays: Mapping[str, Tensor]) -> bytes:
     """The content of predictions.npz. Numbers are kept in float32."""
     content: dict[str, np.ndarray] = {}

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 from torch import Tensor
 
-from afield.experiment.run_folder import spread
+from afield.experiment.run_folder import evenly_spaced_rows
 from afield.report.groups import GroupPredictions
 from afield.report.plots import OOD_COLOUR, Picture, class_colours, label_text, make_panels, report_style, to_png
 
@@ -31,7 +31,7 @@ def draw_hidden(task: str, groups: Sequence[GroupPredictions]) -> Picture | None
                 place = TSNE(perplexity=perplexity, init="pca", random_state=0, max_iter=500).fit_transform(h)
             x, z = place.T
             rows = each.arrays["test/rows"]
-            y = each.arrays["test/y"].flatten()[rows[spread(len(rows), _MOST)]].numpy()
+            y = each.arrays["test/y"].flatten()[rows[evenly_spaced_rows(len(rows), _MOST)]].numpy()
             if each.test.probs is not None:
                 colours = class_colours(int(each.arrays["test/y"].max()) + 1)
                 axis.scatter(x[:count], z[:count], s=7, c=[colours[k] for k in y], linewidths=0)
@@ -67,4 +67,4 @@ def _vectors(each: GroupPredictions) -> tuple[np.ndarray, int] | None:
 
 def _subsample(vectors: Tensor, most: int) -> np.ndarray:
     """At most `most` of the vectors (N, d), evenly over all."""
-    return vectors[spread(len(vectors), most)].float().flatten(1).numpy()
+    return vectors[evenly_spaced_rows(len(vectors), most)].float().flatten(1).numpy()
