@@ -14,7 +14,9 @@ from scipy.optimize import minimize_scalar
 from torch import Tensor, nn
 
 import afield
-from afield.errors import NotFitted
+from afield.deploy.score_files import answers
+from afield.deploy.traced import chosen_alpha
+from afield.errors import NoBetterThanGuessing, NotFitted
 from afield.model.calibration import STANDARD_ERRORS, check_target
 from afield.model.posterior import downdate, update
 from afield.prediction.predictive import MEAN_FIELD_FACTOR, shrink
@@ -308,8 +310,8 @@ def test_rates_are_calibrated():
         dense(1), likelihood="poisson", num_random_features=32, generator=seed(), length_scale=50.0, curvature="unit"
     )
     x = normal(4000, 4, number=1)
-    afield.fit_posterior(model, [normal(20, 4)])
     model.head.constant = nn.Parameter(torch.ones(1).double())
+    afield.fit_posterior(model, [normal(20, 4)])
     unit = model.predict(x).variance.sqrt()
     true = 8.0
     log_rate = 1 + true * unit * normal(4000, number=2)
@@ -521,3 +523,69 @@ def test_a_perfect_score_has_no_risk_until_the_errors_begin():
     assert curve.coverage_at(0.0) == pytest.approx(0.7)
     with pytest.raises(ValueError, match="two vectors of one length"):
         risk_coverage(torch.zeros(3), torch.zeros(4))
+
+
+# Warnings --------------------------------------------------------------------------------------------------------
+
+
+def test_a_model_that_is_no_better_than_the_uniform_guess_is_told():
+    model = overconfident()
+    x, y = normal(300, 4, number=1), torch.randint(3, (300,), generator=seed(5))
+    with pytest.warns(
+        NoBetterThanGuessing,
+        match=r"On 200 held-out examples .* no better than guessing: its log loss of [\d.]+ cannot be told from 1\.099 "
+        r"\(log 3, that of the uniform guess\), and its accuracy of 0\.\d+ cannot be told from chance\. Is the network",
+    ):
+        afield.calibrate(model, [(x, y)])
+
+
+def test_an_accuracy_at_chance_is_told_beside_a_loss_that_is_better():
+    """Probabilities that know which class is rare, and prefer the wrong one of the other two."""
+    net = nn.Linear(4, 3).double()
+    with torch.no_grad():
+        net.weight.mul_(1e-9)
+        net.bias.copy_(torch.tensor([0.3, 0.0, -9.0]))
+    x, y = normal(300, 4, number=1), (torch.arange(300) % 3 > 0).long()
+    with pytest.warns(NoBetterThanGuessing, match=r"no better than guessing: its accuracy of 0\.\d+ cannot be told"):
+        afield.calibrate(attached(net), [(x, y)])
+
+
+@pytest.mark.parametrize("likelihood", ["gaussian", "poisson"])
+def test_numbers_no_better_than_a_constant_are_told(likelihood):
+    model = attached(dense(1, gain=0.5), likelihood=likelihood)
+    x = normal(300, 4, number=1)
+    y = torch.poisson(torch.full((300,), 4.0), generator=seed(5)) if likelihood == "poisson" else normal(300, number=6)
+    with pytest.warns(NoBetterThanGuessing, match=r"its log loss of .* told from .* \(that of a constant\)\. Is"):
+        afield.calibrate(model, [(x, y)])
+
+
+@pytest.mark.parametrize("likelihood", ["categorical", "bernoulli", "gaussian", "poisson"])
+def test_a_model_that_knows_something_is_not(likelihood, recwarn):
+    model = attached(dense(3 if likelihood == "categorical" else 1, gain=1.0), likelihood=likelihood)
+    x = normal(120, 4, number=1)
+    f = model(x)
+    y = {
+        "categorical": lambda: draw(f.softmax(-1)),
+        "bernoulli": lambda: (f[:, 0] > 0).long(),
+        "gaussian": lambda: f + 0.5 * normal(120, 1, number=7),
+        "poisson": lambda: torch.poisson(f.exp(), generator=seed(5)),
+    }[likelihood]()
+    afield.calibrate(model, [(x, y)])
+    assert not [w for w in recwarn if w.category is NoBetterThanGuessing]
+
+
+def test_an_alpha_finer_than_the_reference_is_refused_by_policies_exports_and_scoring_too():
+    model = overconfident()
+    x, y = held_out(60)
+    afield.calibrate(model, [(x, y)])  # 20 references
+    prediction = model.predict(x)
+    message = r"alpha = 0\.01 is finer than the held-out data can tell: the smallest p-value is 0\.047619"
+    for refused in (
+        lambda: afield.policy(false_alarms=0.01).decide(prediction),
+        lambda: afield.policy(prediction, false_alarms=0.01),
+        lambda: afield.policy(prediction, y, false_alarms=0.01, risk=0.5),
+        lambda: chosen_alpha(model, 0.01),
+        lambda: answers(prediction, alpha=0.01),
+    ):
+        with pytest.raises(ValueError, match=message):
+            refused()
