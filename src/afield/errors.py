@@ -17,6 +17,10 @@ class DamagedModel(ValueError):
     """A saved model that cannot be read: missing, truncated, foreign, newer, or made for another network."""
 
 
+class DamagedRun(DamagedModel):
+    """A file of a run folder that cannot be read, or is not what the run has written."""
+
+
 class WrongInput(ValueError, RuntimeError):
     """Inputs of another shape, dtype or range than a layer of the network expects."""
 

@@ -110,6 +110,14 @@ def test_config_file_starts_the_same_run(tmp_path: Path, capsys: pytest.CaptureF
         (["reproduce", "toy", "--preset", "huge"], "Unknown preset 'huge'"),
         (["report", "nowhere"], "nowhere"),
         (["sweep", "two-moons", "--grid", "bond=1,2"], "grid expects NAME=VALUE,VALUE .* got 'bond=1,2'"),
+        (["train", "two-moons", "--epochs", "-3"], "epochs must be at least 1, got -3"),
+        (["train", "two-moons", "--epochs", "0"], "epochs must be at least 1, got 0"),
+        (["train", "two-moons", "--batch-size", "0"], "batch_size must be at least 1, got 0"),
+        (["train", "two-moons", "--learning-rate", "nan"], "learning_rate must be positive and finite, got nan"),
+        (["train", "two-moons", "--warmup", "2"], "warmup must lie between 0 and 1, got 2"),
+        (["train", "two-moons", "--weight-decay", "-1"], "weight_decay must not be negative, got -1"),
+        (["demo", "--epochs", "-3"], "epochs must be at least 1, got -3"),
+        (["sweep", "two-moons", "--grid", "epochs=-3"], "epochs must be at least 1, got -3"),
         (["sweep", "two-moons", "--grid", "epochs=1,many"], "epochs expects a number, got 'many'"),
     ],
 )
@@ -250,6 +258,7 @@ def test_sweep_takes_a_run_without_a_finite_nll_for_diverged(tmp_path: Path):
     main(arguments)
     (metrics,) = tmp_path.rglob("metrics.json")
     metrics.write_text(metrics.read_text().replace("nll/val", "other/val"))
+    metrics.with_name(run_folder.HASHES).unlink()
     (study,) = tmp_path.rglob("study.db")
     study.unlink()
     with pytest.raises(SystemExit, match=r"^afield: All 1 trainings of the sweep diverged"):

@@ -3,6 +3,8 @@
 import dataclasses
 import json
 import os
+import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,11 +19,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from afield.errors import DamagedRun
 from afield.experiment import one_run, run_folder
 from afield.experiment.config import Config
 from afield.experiment.evaluation import evaluate, fit_scores, score_both
 from afield.experiment.many_runs import run_all, split_ensembles
-from afield.experiment.model_folder import open_model
+from afield.experiment.model_folder import open_model, restore_model
 from afield.experiment.one_run import run
 from afield.experiment.run_folder import read_log
 from afield.experiment.suites import SUITES
@@ -30,9 +33,10 @@ from afield.methods import METHODS
 from afield.methods.ensemble import ensemble
 from afield.prediction.metrics import METRICS, auroc
 from afield.prediction.prediction import Prediction
-from afield.tasks import TASKS
+from afield.tasks import TASKS, Task
 
-FILES = {"config.toml", "log.jsonl", "metrics.json", "predictions.npz", "model.safetensors", "environment.json"}
+HASHED = {"config.toml", "metrics.json", "predictions.npz", "model.safetensors", "environment.json"}
+FILES = HASHED | {"log.jsonl", "hashes.json"}
 
 
 def config(method: str = "sngp", task: str = "two-moons", **changes: object) -> Config:
@@ -176,10 +180,115 @@ def test_kill_9_loses_at_most_one_epoch_and_the_lock_dies_with_its_process(tmp_p
 def test_damaged_folder_says_so(tmp_path: Path):
     finished = run(config("dnn"), tmp_path)
     (finished.folder / "metrics.json").write_text("{")
-    with pytest.raises(ValueError, match=r"is damaged: .*Delete it and run it again"):
+    with pytest.raises(DamagedRun, match=r"metrics\.json is damaged: .*with --fresh, or delete"):
         run_folder.read(finished.folder)
     with pytest.raises(ValueError, match="There is no folder"):
         run_folder.find(tmp_path / "nothing")
+
+
+def contents(folder: Path) -> object:
+    """Everything that a run folder says, as it is used."""
+    finished = run_folder.read(folder)
+    arrays = {name: finished._read(name).tobytes() for name in finished._names}
+    state = {name: t.numpy().tobytes() for name, t in open_weights(finished).items()}
+    return finished.config, finished.metrics, finished.cost, finished.environment, arrays, state
+
+
+def open_weights(finished: run_folder.Run) -> dict[str, torch.Tensor]:
+    """As `open_model`, without reading the task's data every time."""
+    task = TASK.setdefault("two-moons", TASKS["two-moons"](0, "smoke"))
+    asked = Config.from_dict(finished.config)
+    return restore_model(asked, task, finished.folder / run_folder.MODEL).state_dict()
+
+
+TASK: dict[str, Task] = {}
+
+
+@pytest.mark.parametrize("number", [40, pytest.param(1700, marks=pytest.mark.slow)])
+def test_no_flipped_bit_of_a_run_folder_is_ever_silently_wrong(number: int, finished: run_folder.Run, tmp_path: Path):
+    folder = tmp_path / "two-moons" / "sngp" / "0"
+    shutil.copytree(finished.folder, folder)
+    expected, generator = contents(folder), random.Random(number)
+    assert set(run_folder.read_hashes(folder)) == HASHED
+    for name in sorted(HASHED | {"hashes.json"}):
+        file = folder / name
+        content = file.read_bytes()
+        for _ in range(number):
+            place = generator.randrange(8 * len(content))
+            flipped = bytearray(content)
+            flipped[place // 8] ^= 1 << place % 8
+            file.write_bytes(flipped)
+            with pytest.raises(DamagedRun, match=rf"({name}|hashes\.json) is damaged: .*--fresh"):
+                contents(folder)
+        file.write_bytes(content)
+    assert contents(folder) == expected
+
+
+@pytest.mark.parametrize("name", sorted(HASHED | {"hashes.json"}))
+@pytest.mark.parametrize("content", [b"", b"\xff\xfe\x00", b"[1]", b"{}"])
+def test_a_damaged_file_is_named_also_where_there_are_no_hashes(
+    name: str, content: bytes, finished: run_folder.Run, tmp_path: Path
+):
+    for hashed in (True, False):
+        folder = tmp_path / str(hashed) / "two-moons" / "sngp" / "0"
+        shutil.copytree(finished.folder, folder)
+        if not hashed:
+            (folder / "hashes.json").unlink()
+            contents(folder)  # a run from before there were hashes still opens
+        (folder / name).write_bytes(content)
+        if (name, content, hashed) in {("environment.json", b"{}", False), ("hashes.json", b"{}", False)}:
+            continue
+        with pytest.raises(DamagedRun, match=rf"{name} is damaged: .*--fresh"):
+            contents(folder)
+
+
+@pytest.mark.parametrize("name", ["config.toml", "checkpoint.pt", "model.safetensors"])
+def test_a_damaged_file_of_a_stopped_run_is_named_and_fresh_is_the_way_out(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(one_run, "evaluate", stop)
+        with pytest.raises(KeyboardInterrupt):
+            run(config("dnn"), tmp_path, on_epoch=stop if name == "checkpoint.pt" else lambda *_: None)
+    file = tmp_path / "two-moons" / "dnn" / "0" / name
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(DamagedRun, match=rf"{name} is damaged.*--fresh"):
+        run(config("dnn"), tmp_path)
+    assert run_folder.is_finished(run(config("dnn"), tmp_path, fresh=True).folder)
+
+
+def test_a_hostile_config_is_no_traceback(tmp_path: Path):
+    for text, message in (
+        ("task =", "Invalid value"),
+        ('taks = "two-moons"', "task"),
+        ('task = "two-moons"\nepochs = "many"', "epochs expects a whole number, got 'many'"),
+        ('task = "two-moons"\nepochs = 1.5', "epochs expects a whole number, got 1.5"),
+        ('task = "two-moons"\nridge = nan', "ridge must be positive and finite, got nan"),
+        ('task = "two-moons"\noptimizer = "sdg"', "optimizer expects one of adam, adamw, sgd, got 'sdg'"),
+        ('task = "two-moons"\nfrozen = [1]', "frozen expects a list of names"),
+        ("task = 5", "5"),
+    ):
+        (tmp_path / "config.toml").write_text(text)
+        with pytest.raises(ValueError, match=r"config\.toml is damaged, or no config of a run: .*--fresh") as caught:
+            Config.from_file(tmp_path / "config.toml")
+        assert message in str(caught.value)
+
+
+def test_temporary_files_of_killed_runs_are_swept(tmp_path: Path):
+    folder = tmp_path / config("dnn").folder
+    folder.mkdir(parents=True)
+    old, young = (folder / f".checkpoint.pt.{digit * 16}.tmp" for digit in "01")
+    for file in (old, young):
+        file.write_bytes(b"half")
+    os.utime(old, (1e9, 1e9))
+    run(config("dnn"), tmp_path)
+    assert not old.exists()
+    assert young.exists()
 
 
 def test_unknown_names_are_answered_with_help():

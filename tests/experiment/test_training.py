@@ -2,8 +2,12 @@
 
 import dataclasses
 import math
+import os
+import random
+import stat
 from functools import partial
 from pathlib import Path
+from typing import IO
 
 import pytest
 import torch
@@ -11,7 +15,8 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from afield.backbones.resffn import ResFFN
-from afield.experiment.training import batches, fit, make_optimizer, schedule
+from afield.errors import DamagedRun
+from afield.experiment.training import _read_checkpoint, batches, fit, make_optimizer, schedule
 from afield.methods import METHODS
 from afield.methods.method import Method
 from afield.settings import Settings
@@ -60,14 +65,65 @@ def test_checkpoint_is_never_half_written(moons: Task, tmp_path: Path, monkeypat
     fit(moons, METHODS["dnn"], epochs=1, checkpoint=file)
     before = file.read_bytes()
 
-    def dies(state: object, path: Path) -> None:
-        Path(path).write_bytes(b"half")
+    def dies(state: object, opened: IO[bytes]) -> None:
+        opened.write(b"half")
         raise Stop
 
     monkeypatch.setattr(torch, "save", dies)
     with pytest.raises(Stop):
         fit(moons, METHODS["dnn"], epochs=2, checkpoint=file)
     assert file.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_checkpoint_is_flushed_to_disk_before_it_has_its_name(
+    moons: Task, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    order: list[str] = []
+    fsync, replace = os.fsync, os.replace
+
+    def flushed(handle: int) -> None:
+        order.append("folder" if stat.S_ISDIR(os.fstat(handle).st_mode) else "file")
+        fsync(handle)
+
+    def renamed(source: Path, target: Path) -> None:
+        order.append("rename")
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", flushed)
+    monkeypatch.setattr(os, "replace", renamed)
+    fit(moons, METHODS["dnn"], epochs=1, checkpoint=tmp_path / "checkpoint.pt")
+    assert order == ["file", "rename", "folder"]
+
+
+@pytest.mark.parametrize("number", [100, pytest.param(2000, marks=pytest.mark.slow)])
+def test_a_damaged_checkpoint_is_never_gone_on_from(number: int, moons: Task, tmp_path: Path):
+    file = tmp_path / "checkpoint.pt"
+    fit(moons, METHODS["dnn"], epochs=1, checkpoint=file)
+    content, generator, messages = file.read_bytes(), random.Random(0), []
+    whole = torch.load(file, weights_only=True)
+    for _ in range(number):
+        place = generator.randrange(8 * len(content))
+        damaged = bytearray(content)
+        damaged[place // 8] ^= 1 << place % 8
+        file.write_bytes(damaged)
+        try:
+            state = _read_checkpoint(file)
+        except DamagedRun as error:
+            messages.append(str(error))
+        else:  # the bit was in a date, or in bytes that fill up
+            assert str(state) == str(whole)
+            for name, tensor in state["model"].items():
+                assert torch.equal(tensor, whole["model"][name])
+    assert len(messages) > 0.9 * number
+    assert all("checkpoint.pt is damaged" in message and "--fresh" in message for message in messages)
+    for wrong in (b"", content[:500], b"text", content[:-30]):
+        file.write_bytes(wrong)
+        with pytest.raises(DamagedRun, match=r"checkpoint\.pt is damaged.*Begin again with --fresh"):
+            fit(moons, METHODS["dnn"], epochs=2, checkpoint=file)
+    torch.save({"epoch": 1, "model": {}}, file)
+    with pytest.raises(DamagedRun, match=r"checkpoint\.pt is damaged, or of another model"):
+        fit(moons, METHODS["dnn"], epochs=2, checkpoint=file)
 
 
 def test_seeds_do_not_share_the_order_of_examples(moons: Task):

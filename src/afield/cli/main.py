@@ -18,6 +18,7 @@ try:
 except ImportError as error:
     raise SystemExit(f'{error}\nThe command line needs an extra: pip install "afield[cli]"') from error
 
+from afield.errors import NotFitted
 from afield.experiment.suites import SUITES
 from afield.methods import METHODS
 from afield.tasks import TASKS
@@ -53,7 +54,7 @@ def main(arguments: list[str] | None = None) -> None:
         return
     try:
         parse(arguments or ["--help"]).run()
-    except (ValueError, OSError, ImportError) as error:
+    except (ValueError, OSError, ImportError, NotFitted) as error:
         raise SystemExit(f"afield: {error}") from error
     except KeyboardInterrupt as stop:
         raise SystemExit("afield: stopped. The same command goes on after the last finished epoch.") from stop

@@ -1,11 +1,12 @@
 """`Config`: everything that decides a run."""
 
 import dataclasses
+import math
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from afield.methods import METHODS, Method
 from afield.settings import Settings
@@ -32,6 +33,7 @@ class Config:
         METHODS.check(self.method)
         if self.preset not in PRESETS:
             raise ValueError(f"Unknown preset {self.preset!r}: expected one of {', '.join(PRESETS)}.")
+        _check_settings(self.settings)
         if METHODS[self.method].members is None:  # two runs of a single model do not differ in a number of members
             object.__setattr__(self, "settings", replace(self.settings, members=Settings.members))
 
@@ -53,7 +55,13 @@ class Config:
     @staticmethod
     def from_file(file: Path) -> "Config":
         """From a config.toml."""
-        return Config.from_dict(tomllib.loads(file.read_text(encoding="utf-8")))
+        try:
+            return Config.from_dict(tomllib.loads(file.read_text(encoding="utf-8")))
+        except (ValueError, TypeError) as error:
+            raise ValueError(
+                f"{file} is damaged, or no config of a run: {str(error).rstrip('.')}. Mend it; in a run folder, "
+                "--fresh makes it and the run anew."
+            ) from error
 
     def to_dict(self) -> dict[str, Any]:
         own = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "settings"}
@@ -83,7 +91,52 @@ class Config:
         return replace(self, method=_name_of(base))
 
 
+_AT_LEAST_ONE = ("epochs", "batch_size", "num_random_features", "members")
+_POSITIVE = ("learning_rate", "head_learning_rate", "bound", "length_scale", "ridge", "amplitude")
+_NOT_NEGATIVE = ("weight_decay", "head_weight_decay")
+_RATES = ("warmup", "word_dropout", "dropout")
+_TYPES = get_type_hints(Settings)
 _OPTIONAL = {f.name for f in fields(Settings) if "None" in str(f.type)}
+
+
+def _check_settings(settings: Settings) -> None:
+    """Every value is of its type and in its range, or an error that names it."""
+    for name, kind in _TYPES.items():
+        value = getattr(settings, name)
+        if not _is_of(value, kind):
+            raise ValueError(f"{name} expects {_describe(kind)}, got {value!r}.")
+        if value is None or isinstance(value, str | tuple):
+            continue
+        if name in _AT_LEAST_ONE and value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}.")
+        if name in _POSITIVE and not 0 < value < math.inf:
+            raise ValueError(f"{name} must be positive and finite, got {value}.")
+        if name in _NOT_NEGATIVE and not 0 <= value < math.inf:
+            raise ValueError(f"{name} must not be negative, got {value}.")
+        if name in _RATES and not 0 <= value <= 1:
+            raise ValueError(f"{name} must lie between 0 and 1, got {value}.")
+
+
+def _is_of(value: Any, kind: Any) -> bool:
+    if get_origin(kind) is Literal:
+        return value in get_args(kind)
+    if get_origin(kind) is tuple:
+        return isinstance(value, tuple) and all(isinstance(each, str) for each in value)
+    if options := get_args(kind):  # such as float | None
+        return any(_is_of(value, option) for option in options)
+    if kind is float:
+        return isinstance(value, float | int) and not isinstance(value, bool)
+    return isinstance(value, kind) and not (kind is int and isinstance(value, bool))
+
+
+def _describe(kind: Any) -> str:
+    if get_origin(kind) is Literal:
+        return f"one of {', '.join(map(str, get_args(kind)))}"
+    if get_origin(kind) is tuple:
+        return "a list of names"
+    if options := get_args(kind):
+        return " or ".join(map(_describe, options))
+    return {int: "a whole number", float: "a number"}.get(kind, "nothing")
 
 
 def list_folders(configs: Iterable[Config]) -> str:

@@ -8,7 +8,6 @@
 network.
 """
 
-import hashlib
 import importlib
 import os
 import sys
@@ -18,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 
@@ -28,6 +26,7 @@ from afield.experiment.config import Config, list_folders
 from afield.experiment.run_folder import Run
 from afield.methods import METHODS
 from afield.model import saving
+from afield.model.files import read_tensors
 from afield.model.sngp_model import SNGP
 from afield.prediction.prediction import Prediction
 from afield.tasks import TASKS, Task
@@ -116,8 +115,7 @@ def hash_weights(path: str | os.PathLike[str]) -> str:
     if is_saved(folder):
         return str(saving.read_index(folder)["tensors"]["sha256"])
     _check_run(folder)
-    with _weights_file(run_folder.read(folder)).open("rb") as content:
-        return hashlib.file_digest(content, "sha256").hexdigest()
+    return run_folder.check_hash(_weights_file(run_folder.read(folder)))
 
 
 def make_network(name: str) -> nn.Module:
@@ -127,10 +125,19 @@ def make_network(name: str) -> nn.Module:
         raise ValueError(f"net (--net) expects module:function, such as mynets:resnet, got {name!r}.")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
-    make = getattr(importlib.import_module(module), function, None)
+    try:
+        make = getattr(importlib.import_module(module), function, None)
+    except (Exception, SystemExit) as error:  # the module is a user's own: anything can go wrong in it
+        raise ValueError(
+            f"net (--net) {name}: the module {module} does not import ({type(error).__name__}: {error}). Modules are "
+            f"looked for in {os.getcwd()} and where Python is installed."
+        ) from error
     if not callable(make):
         raise ValueError(f"The module {module} has no function {function}.")
-    net = make()
+    try:
+        net = make()
+    except Exception as error:
+        raise ValueError(f"net (--net) {name} raised {type(error).__name__}: {error}") from error
     if not isinstance(net, nn.Module):
         raise ValueError(f"{name} must return a torch.nn.Module, got {type(net).__name__}.")
     return net
@@ -139,7 +146,12 @@ def make_network(name: str) -> nn.Module:
 def restore_model(config: Config, task: Task, weights: Path) -> nn.Module:
     """The trained model of a config, from the file of its weights, in evaluation mode."""
     model = METHODS[config.method].build(task.backbone, task.num_outputs, config.settings)
-    model.load_state_dict(load_file(weights))
+    try:
+        model.load_state_dict(read_tensors(run_folder.read_file(weights)))
+    except DamagedModel:
+        raise
+    except (ValueError, RuntimeError) as error:
+        raise run_folder.damaged(weights, str(error)) from error
     return model.eval()
 
 

@@ -63,6 +63,7 @@ def run(
 
         def begin() -> bool:
             lock.enter_context(run_folder.locked(folder))
+            run_folder.tidy(folder)
             if fresh or _is_ensemble_of_another_size(folder, config):
                 run_folder.clear(folder)
             claim_folder(folder, config)
@@ -91,8 +92,9 @@ def claim_folder(folder: Path, config: Config) -> None:
     """Write the config of a run into its folder; refuse a folder that has another one."""
     file = folder / run_folder.CONFIG
     if not file.exists():
-        run_folder.write(file, run_folder.to_toml(config.to_dict()))
+        run_folder.write_hashed(file, run_folder.to_toml(config.to_dict()))
         return
+    run_folder.check_hash(file)
     present = Config.from_file(file).to_dict()
     changed = [f"{k} = {present[k]} there, {v} now" for k, v in config.to_dict().items() if present[k] != v]
     if changed:
@@ -150,7 +152,7 @@ def _train_model(config: Config, out: Path, task: Task, *, on_epoch: OnEpoch, fa
     if leads:
         log({"finish": True})
     state = {name: t.detach().cpu().contiguous().clone() for name, t in model.state_dict().items()}
-    on_first_rank(fabric, lambda: run_folder.write(weights, save(state)))
+    on_first_rank(fabric, lambda: run_folder.write_hashed(weights, save(state)))
     return model
 
 
@@ -161,8 +163,9 @@ def _copy_same_training(config: Config, out: Path) -> None:
         return
     source = run_folder.read(out / same.folder)
     if Config.from_dict(source.config) == same:
-        for name in (run_folder.LOG, run_folder.MODEL):  # the model last: with it, training is over
-            run_folder.write(folder / name, (source.folder / name).read_bytes())
+        run_folder.write(folder / run_folder.LOG, (source.folder / run_folder.LOG).read_bytes())
+        # The model last: with it, training is over.
+        run_folder.write_hashed(folder / run_folder.MODEL, run_folder.read_file(source.folder / run_folder.MODEL))
 
 
 def _evaluate_model(

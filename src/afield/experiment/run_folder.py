@@ -7,18 +7,25 @@
         model.safetensors   all tensors of the model; an ensemble has none, its members have them
         predictions.npz     <part>/<field> of every `Prediction`; parts: val, test, shifted/NAME, ood/NAME, grid
         environment.json    versions, machine, command, times
+        hashes.json         SHA-256 of the files whose change would go unnoticed, and of itself
         metrics.json        all metrics, and the cost; written last: a folder that has it is finished
 
 A lock, which ends with its process, guards a folder that is being written. Reports read run folders and nothing else.
+
+The hash of a file is written before the file. A kill between the two leaves a run that is not finished, and makes the
+file again. Folders from before there were hashes are read as they are.
 """
 
 import contextlib
 import functools
+import hashlib
 import io
 import json
 import shutil
+import time
 import tomllib
-from collections.abc import Iterator, Mapping
+import zipfile
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,12 +34,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from afield.errors import Busy
-from afield.model.saving import write_file
+from afield.errors import Busy, DamagedRun
+from afield.model.files import hash_json, list_arrays, read_arrays, sweep_temporary, write_file
 from afield.prediction.prediction import Prediction
 
 CONFIG, LOG, CHECKPOINT, MODEL = "config.toml", "log.jsonl", "checkpoint.pt", "model.safetensors"
 PREDICTIONS, ENVIRONMENT, METRICS = "predictions.npz", "environment.json", "metrics.json"
+HASHES = "hashes.json"
 _FIELDS = ("logits", "variance", "probs", "p_value")
 _SCALARS = ("noise", "smallest_p_value")
 
@@ -84,12 +92,24 @@ class Run:
 
     @functools.cached_property
     def _names(self) -> tuple[str, ...]:
-        with np.load(self.folder / PREDICTIONS, allow_pickle=False) as file:
-            return tuple(file.files)
+        """Of the arrays. What is read is checked here, once."""
+        path = self.folder / PREDICTIONS
+        check_hash(path)
+        try:
+            with path.open("rb") as file, zipfile.ZipFile(file) as archive:
+                return tuple(list_arrays(archive))
+        except FileNotFoundError:
+            raise
+        except Exception as error:  # a damaged zip can raise a dozen kinds
+            raise damaged(path, f"{type(error).__name__}: {error}") from error
 
     def _read(self, name: str) -> np.ndarray:
-        with np.load(self.folder / PREDICTIONS, allow_pickle=False) as file:  # reads this array and no other
-            return file[name]
+        if name not in self._names:
+            raise KeyError(f"{self.folder / PREDICTIONS} has no array {name}.")
+        try:
+            return read_arrays(self.folder / PREDICTIONS, [name])[name]  # this array and no other
+        except ValueError as error:
+            raise damaged(self.folder / PREDICTIONS, f"it is {error}") from error
 
 
 @dataclass(frozen=True)
@@ -111,14 +131,78 @@ class Results:
 def read(folder: Path) -> Run:
     """The finished run of a folder."""
     try:
-        config = tomllib.loads((folder / CONFIG).read_text(encoding="utf-8"))
-        measured = json.loads((folder / METRICS).read_text(encoding="utf-8"))
-        environment = json.loads((folder / ENVIRONMENT).read_text(encoding="utf-8"))
-        return Run(folder, config, measured["metrics"], measured["cost"], environment)
+        config = _parse(folder / CONFIG, tomllib.loads)
+        measured = _parse(folder / METRICS, json.loads)
+        environment = _parse(folder / ENVIRONMENT, json.loads)
     except FileNotFoundError as error:
         raise ValueError(f"{folder} is not a finished run: it has no {Path(error.filename).name}.") from error
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{folder} is damaged: {error!r}. Delete it and run it again.") from error
+    if not all(isinstance(measured.get(name), dict) for name in ("metrics", "cost")):
+        raise damaged(folder / METRICS, "it has no metrics and cost")
+    if not {"task", "method", "seed"} <= config.keys():
+        raise damaged(folder / CONFIG, "it has no task, method and seed")
+    return Run(folder, config, measured["metrics"], measured["cost"], environment)
+
+
+def _parse(file: Path, parse: Callable[[str], Any]) -> dict[str, Any]:
+    """The content of a TOML or JSON file that was found to be what was written."""
+    content = read_file(file)
+    try:
+        values = parse(content.decode())
+    except (ValueError, RecursionError) as error:
+        raise damaged(file, str(error)) from error
+    if not isinstance(values, dict):
+        raise damaged(file, "it holds no names and values")
+    return values
+
+
+def damaged(file: Path, reason: str) -> DamagedRun:
+    """The error for a file of a run folder that cannot be used."""
+    return DamagedRun(
+        f"{file} is damaged: {reason}. Run it again from nothing: give the same command with --fresh, or delete "
+        f"{file.parent}."
+    )
+
+
+def read_file(file: Path) -> bytes:
+    """The content of a file of a run folder, if it is what was written."""
+    content = file.read_bytes()
+    _compare(file, hashlib.sha256(content).hexdigest())
+    return content
+
+
+def check_hash(file: Path) -> str:
+    """The SHA-256 of a file of a run folder, if it is what was written; the file may be large."""
+    with file.open("rb") as content:
+        found = hashlib.file_digest(content, "sha256").hexdigest()
+    _compare(file, found)
+    return found
+
+
+def _compare(file: Path, found: str) -> None:
+    if read_hashes(file.parent).get(file.name, found) != found:
+        raise damaged(file, f"its hash does not match {HASHES}, so it is not what the run has written")
+
+
+def read_hashes(folder: Path) -> dict[str, str]:
+    """The hashes of a folder's files, by name; none in folders from before there were any."""
+    file = folder / HASHES
+    if not file.is_file():
+        return {}
+    try:
+        content = json.loads(file.read_bytes())
+        if content["sha256"] == hash_json(content["files"]) and content.keys() == {"files", "sha256"}:
+            return dict(content["files"])
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise damaged(file, str(error)) from error
+    raise damaged(file, "the hash inside does not match")
+
+
+def write_hashed(path: Path, content: str | bytes) -> None:
+    """Write a file of a run folder, and its hash before it."""
+    content = content.encode() if isinstance(content, str) else content
+    hashes = read_hashes(path.parent) | {path.name: hashlib.sha256(content).hexdigest()}
+    write_json(path.parent / HASHES, {"files": hashes, "sha256": hash_json(hashes)})
+    write(path, content)
 
 
 def find(root: Path) -> list[Run]:
@@ -148,6 +232,11 @@ def locked(folder: Path) -> Iterator[None]:
         ) from error
 
 
+def tidy(folder: Path) -> None:
+    """Delete the temporary files that killed processes have left in a locked folder."""
+    sweep_temporary(folder, time.time())
+
+
 def clear(folder: Path) -> None:
     """Delete everything in a locked folder but its lock."""
     for file in folder.iterdir():
@@ -161,7 +250,11 @@ def write(path: Path, content: str | bytes) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    write(path, json.dumps(value, indent=2) + "\n")
+    write(path, _to_json(value))
+
+
+def _to_json(value: Any) -> str:
+    return json.dumps(value, indent=2) + "\n"
 
 
 def to_toml(values: Mapping[str, Any]) -> str:
@@ -187,9 +280,9 @@ def read_log(folder: Path) -> list[dict[str, Any]]:
 
 def write_results(folder: Path, results: Results, environment: Mapping[str, Any]) -> None:
     """Write what a run has measured, which finishes it: metrics.json comes last."""
-    write(folder / PREDICTIONS, pack(results.predictions, results.arrays))
-    write_json(folder / ENVIRONMENT, environment)
-    write_json(folder / METRICS, {"metrics": results.metrics, "cost": results.cost})
+    write_hashed(folder / PREDICTIONS, pack(results.predictions, results.arrays))
+    write_hashed(folder / ENVIRONMENT, _to_json(environment))
+    write_hashed(folder / METRICS, _to_json({"metrics": results.metrics, "cost": results.cost}))
     (folder / CHECKPOINT).unlink(missing_ok=True)
 
 

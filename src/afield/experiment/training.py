@@ -10,7 +10,7 @@ of a batch.
 
 import itertools
 import math
-import os
+import zipfile
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from fnmatch import fnmatchcase
@@ -30,11 +30,12 @@ from torch.utils.data import (
     default_collate,
 )
 
-from afield.errors import Diverged
+from afield.errors import DamagedRun, Diverged
 from afield.experiment import distributed
 from afield.methods import Method
 from afield.methods.method import Model, unchanged
 from afield.model.batches import device_of
+from afield.model.files import write_file
 from afield.model.ranks import share_statistics
 from afield.settings import Settings
 from afield.tasks import Task
@@ -330,19 +331,42 @@ def _save_checkpoint(checkpoint: Path | None, parts: dict[str, Any], epoch: int,
         return
     state = distributed.collect_state(parts, fabric)
     if distributed.rank_and_world(fabric)[0] == 0:
-        temporary = checkpoint.with_suffix(".tmp")
-        torch.save({**state, "epoch": epoch}, temporary)
-        os.replace(temporary, checkpoint)
+        write_file(checkpoint, lambda file: torch.save({**state, "epoch": epoch}, file))
 
 
 def _load_checkpoint(checkpoint: Path | None, parts: dict[str, Any], fabric: "Fabric | None") -> int:
     """Restore the state after the last finished epoch; the number of that epoch, or 0 without a checkpoint."""
     state = None
     if checkpoint is not None and checkpoint.exists():
-        state = torch.load(checkpoint, weights_only=True, map_location="cpu")
-    epoch = 0 if state is None else int(state["epoch"])
+        state = _read_checkpoint(checkpoint)
+    epoch = 0 if state is None else state["epoch"]
     if len(set(distributed.gather(fabric, epoch))) > 1:
         raise ValueError(f"The processes do not all see {checkpoint}: the folder of runs has to be one that all share.")
     if state is not None:
-        distributed.restore_state(parts, state, fabric)
+        try:
+            distributed.restore_state(parts, state, fabric)
+        except (KeyError, TypeError, AttributeError, RuntimeError) as error:
+            raise _damaged_checkpoint(checkpoint, error) from error
     return epoch
+
+
+def _read_checkpoint(checkpoint: Path) -> dict[str, Any]:
+    """The state in a checkpoint, after the sums over its bytes were checked, which torch does not do."""
+    try:
+        with zipfile.ZipFile(checkpoint) as archive:
+            if (part := archive.testzip()) is not None:
+                raise ValueError(f"{part} is not what was written")
+        state = torch.load(checkpoint, weights_only=True, map_location="cpu")
+        if type(state["epoch"]) is not int or state["epoch"] < 1:
+            raise ValueError(f"epoch = {state['epoch']}")
+    except PermissionError:
+        raise
+    except Exception as error:  # a damaged file can raise anything
+        raise _damaged_checkpoint(checkpoint, error) from error
+    return state
+
+
+def _damaged_checkpoint(checkpoint: Path | None, error: Exception) -> DamagedRun:
+    return DamagedRun(
+        f"{checkpoint} is damaged, or of another model ({type(error).__name__}: {error}). Begin again with --fresh."
+    )

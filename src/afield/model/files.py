@@ -146,7 +146,7 @@ def _read_array(archive: zipfile.ZipFile, name: str) -> np.ndarray:
         if math.prod(shape) * dtype.itemsize != entry.file_size - file.tell():
             raise ValueError(f"{name} declares {dtype} {shape} in {entry.file_size - file.tell()} bytes")
         data = file.read()
-    flat = np.frombuffer(data, dtype).copy() if dtype.itemsize else np.zeros(math.prod(shape), dtype)
+    flat = np.frombuffer(data, dtype).copy() if data else np.zeros(math.prod(shape), dtype)
     return flat.reshape(shape[::-1]).T if by_columns else flat.reshape(shape)
 
 
