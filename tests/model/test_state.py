@@ -299,3 +299,29 @@ def test_a_fork_while_threads_predict_does_not_hang(forks: int) -> None:
         for thread in threads:
             thread.join()
     assert model.training
+
+
+# Copies that act alike
+
+
+def test_a_folded_model_is_fitted_too_and_a_stale_one_stays_stale() -> None:
+    model = fitted()
+    x, _ = data(2)
+    assert torch.equal(afield.fold(model).predict(x).p_value, model.predict(x).p_value)
+    change_in_place(model)
+    with pytest.warns(StaleWarning):
+        afield.fold(model).predict(x)
+
+
+def test_a_saved_model_knows_what_it_was_fitted_with(tmp_path) -> None:
+    model = fitted()
+    x, _ = data(2)
+    back = afield.load(afield.save(model, tmp_path / "model"), network())
+    assert torch.equal(back.predict(x).p_value, model.predict(x).p_value)
+    change_in_place(back)
+    with pytest.warns(StaleWarning):
+        assert back.predict(x).p_value is None
+    with pytest.warns(StaleWarning, match=r"afield\.save: .*Call afield\.fit_posterior"):
+        afield.save(back, tmp_path / "stale")
+    with pytest.warns(StaleWarning):
+        assert afield.load(tmp_path / "stale", network()).predict(x).p_value is None

@@ -151,6 +151,9 @@ def fold(model: Layer) -> Layer:
     copy shares the class that was injected into the original; here the copy gets its own class back first.
     """
     plain = copy.deepcopy(model)
+    # A model that knows the weights it was fitted with is fitted with the folded ones: they act alike.
+    fitted: list[Any] = [m for m in plain.modules() if getattr(m, "fingerprint", None) is not None]
+    fitted = [m for m in fitted if m.is_fresh()]
     for module in plain.modules():
         hooks = module._forward_pre_hooks
         for key in [k for k, hook in hooks.items() if isinstance(getattr(hook, "__self__", None), _ConvBound)]:
@@ -165,6 +168,8 @@ def fold(model: Layer) -> Layer:
         del module._modules["parametrizations"]
         for name, value in values.items():
             module.register_parameter(name, nn.Parameter(value, requires_grad=trained[name]))
+    for m in fitted:
+        m.take_fingerprint()
     return plain
 
 

@@ -165,6 +165,10 @@ class GaussianProcessHead(nn.Module):
         with self._writing, self._publishing:
             self._accumulate(h, logits, weights, self.precision.downdate)
 
+    def hold(self) -> Lock:
+        """A context in which the state does not change."""
+        return self._publishing
+
     def snapshot(self) -> "GaussianProcessHead":
         """The head as it is now, factorised: a prediction that reads it belongs to one state, whatever goes on."""
         with self._publishing:

@@ -67,8 +67,11 @@ def digest(net: nn.Module, *, buffers: bool = True) -> str:
     """A hash of all that decides hidden vectors, features and mean; else, of parameters and random features alone."""
     total = hashlib.blake2b(digest_size=16)
     for entry in _entries(net, buffers):
-        tensor = entry.tensor.detach().cpu().contiguous()
-        total.update(f"{entry.name} {tensor.dtype} {tuple(tensor.shape)};".encode())
+        tensor = entry.tensor.detach().cpu()
+        if tensor.is_floating_point():  # a wider type holds the same numbers, a narrower one does not
+            tensor = tensor.double()
+        tensor = tensor.contiguous()
+        total.update(f"{entry.name} {tuple(tensor.shape)};".encode())
         if tensor.numel():
             total.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
     return total.hexdigest()

@@ -15,6 +15,7 @@ import json
 import os
 import re
 import time
+import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -24,13 +25,14 @@ from safetensors.torch import save as save_tensors
 from torch import Tensor, nn
 
 from afield.bounds.spectral import bounds_of
-from afield.errors import DamagedModel
+from afield.errors import DamagedModel, StaleWarning
 from afield.gp.features import RandomFeatures
 from afield.model import convert
 from afield.model.class_changes import change_outputs
 from afield.model.files import hash_json, read_tensors, sweep, sweep_temporary, tensor_shapes, write_file
+from afield.model.fingerprint import from_digest
 from afield.model.layers import layers_of
-from afield.model.sngp_model import SNGP
+from afield.model.sngp_model import CHANGED, REFIT, SNGP
 from afield.version import __version__
 
 FORMAT = 2
@@ -51,8 +53,11 @@ def save(model: SNGP, path: str | os.PathLike[str], *, metadata: dict[str, Any] 
         )
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
-    # Tied tensors are written once for each name: safetensors refuses shared storage.
-    tensors = {name: t.detach().cpu().contiguous().clone() for name, t in model.state_dict().items()}
+    if not model.is_fresh():
+        warnings.warn(f"afield.save: {CHANGED} Its variance is of other weights. {REFIT}", StaleWarning, stacklevel=2)
+    with model.head.hold():
+        # Tied tensors are written once for each name: safetensors refuses shared storage.
+        tensors = {name: t.detach().cpu().contiguous().clone() for name, t in model.state_dict().items()}
     payload = save_tensors(tensors)
     digest = hashlib.sha256(payload).hexdigest()
     file = f"model-{digest[:16]}.safetensors"
@@ -65,6 +70,7 @@ def save(model: SNGP, path: str | os.PathLike[str], *, metadata: dict[str, Any] 
         "in_features": model.head.in_features,
         "out_features": model.head.out_features,
         "tensors": {"file": file, "bytes": len(payload), "sha256": digest},
+        "fitted_with": None if model.fingerprint is None else model.fingerprint.digest,
         "metadata": metadata or {},
     }
     index = json.loads(json.dumps(index, allow_nan=False))
@@ -103,6 +109,8 @@ def load_with_index(path: str | os.PathLike[str], net: nn.Module) -> tuple[SNGP,
         _check_loaded(model, tensors)
     except RuntimeError as error:
         raise DamagedModel(f"{folder} was saved from another network than {type(net).__name__}:\n{error}") from error
+    if index.get("fitted_with"):
+        model.fingerprint = from_digest(index["fitted_with"])
     return model.eval(), index
 
 

@@ -23,8 +23,8 @@ from afield.model.input_errors import clearer_error
 from afield.model.layers import layers_of, type_name
 from afield.prediction.prediction import Prediction
 
-_CHANGED = "The network has changed since its posterior was fitted (trained, loaded, or moved to another precision)."
-_REFIT = "Call afield.fit_posterior, then afield.calibrate."
+CHANGED = "The network has changed since its posterior was fitted (trained, loaded, or moved to another precision)."
+REFIT = "Call afield.fit_posterior, then afield.calibrate."
 
 
 @dataclass(frozen=True)
@@ -106,13 +106,21 @@ class SNGP(nn.Module):
             prediction = self.head.predict(h, predictive=predictive, num_samples=num_samples, generator=generator)
         if self.fingerprint is None or torch.compiler.is_compiling() or self.fingerprint.still_holds(self.net):
             return prediction
-        warnings.warn(f"{_CHANGED} The variance is of other weights, and p-values are off. {_REFIT}", StaleWarning, 2)
+        warnings.warn(f"{CHANGED} The variance is of other weights, and p-values are off. {REFIT}", StaleWarning, 2)
         return dataclasses.replace(prediction, p_value=None, smallest_p_value=None)
 
+    def is_fresh(self) -> bool:
+        """Whether the network is, by its content, the one that its posterior was fitted with."""
+        return self.fingerprint is None or self.fingerprint.still_holds(self.net, thorough=True)
+
+    def take_fingerprint(self) -> None:
+        """From now on, the posterior belongs to the network as it is."""
+        self.fingerprint = Fingerprint(self.net)
+
     def check_fresh(self, what: str) -> None:
-        """An error if the network is not the one that its posterior was fitted with, by its content."""
-        if self.fingerprint is not None and not self.fingerprint.still_holds(self.net, thorough=True):
-            raise Stale(f"Cannot {what}: {_CHANGED[0].lower()}{_CHANGED[1:]} {_REFIT}")
+        """An error if the network is not the one that its posterior was fitted with."""
+        if not self.is_fresh():
+            raise Stale(f"Cannot {what}: {CHANGED[0].lower()}{CHANGED[1:]} {REFIT}")
 
     def _predict_all(self, loader: Iterable[Any], options: dict[str, Any], **kwargs: Any) -> Prediction:
         """Of all batches of a loader; `kwargs` that choose no fields go to the network with each."""
