@@ -10,7 +10,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
+import afield
 from afield.cli.main import COMMANDS, main
 from afield.cli.settings import meanings, page
 from afield.cli.sweep import Trial, choose, combinations
@@ -127,6 +129,84 @@ def test_bad_input_is_one_clear_line(
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit, match=f"^afield: .*{message}"):
         main(arguments)
+
+
+NETWORKS = {
+    "missing": None,
+    "broken": "def make(:",
+    "failing": "import torch\n1 / 0",
+    "leaving": "import sys\nsys.exit(3)",
+    "raising": "def make():\n    return {}['layer']",
+}
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("command", ["score", "export"])
+def test_a_network_that_cannot_be_made_is_one_clear_line(
+    command: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    afield.save(afield.attach(torch.nn.Linear(2, 3), num_random_features=8), "model")
+    np.save("x.npy", np.zeros((3, 2), np.float32))
+    np.savez("x.npz", x=np.zeros((3, 2), np.float32))
+    module = f"cli_{name}_{command}"
+    if (text := NETWORKS[name]) is not None:
+        Path(f"{module}.py").write_text(text)
+    rest = ["x.npy", "--out", "out"] if command == "score" else ["--example", "x.npz"]
+    said = rf"{module}:make raised KeyError" if name == "raising" else rf"the module {module} does not import \(\w+: "
+    with pytest.raises(SystemExit, match=rf"^afield: net \(--net\) .*{said}"):
+        main([command, "model", *rest, "--net", f"{module}:make"])
+
+
+def test_a_model_that_was_never_fitted_is_one_clear_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    Path("cli_linear.py").write_text("from torch import nn\ndef make():\n    return nn.Linear(2, 3)")
+    afield.save(afield.attach(torch.nn.Linear(2, 3), num_random_features=8), "model")
+    np.savez("x.npz", x=np.zeros((3, 2), np.float32))
+    with pytest.raises(SystemExit, match=r"^afield: .*not fitted"):
+        main(["export", "model", "--net", "cli_linear:make", "--example", "x.npz"])
+
+
+@pytest.mark.parametrize("opset", ["-1", "0", "7", "17", "99"])
+def test_an_opset_that_does_not_work_is_one_clear_line(opset: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    Path("cli_linear.py").write_text("from torch import nn\ndef make():\n    return nn.Linear(2, 3)")
+    model = afield.attach(torch.nn.Linear(2, 3), num_random_features=8)
+    afield.fit_posterior(model, [torch.randn(20, 2)], progress=False)
+    afield.save(model, "model")
+    np.savez("x.npz", x=np.zeros((3, 2), np.float32))
+    with pytest.raises(SystemExit, match=r"^afield: .*opset"):
+        main(["export", "model", "--net", "cli_linear:make", "--example", "x.npz", "--opset", opset])
+    assert not Path("model/model.onnx").exists()
+
+
+def test_damaged_inputs_of_evaluate_and_export_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    main(["train", "two-moons", *TINY, "--method", "dnn", "--out", "runs"])
+    folder = "runs/two-moons/dnn/0"
+    for content in (b"", b"text", b"PK\x03\x04 half"):
+        Path("x.npz").write_bytes(content)
+        with pytest.raises(SystemExit, match=r"^afield: .*x\.npz is not a readable npz file"):
+            main(["evaluate", folder, "--ood", "x.npz"])
+    model = afield.attach(torch.nn.Linear(2, 3), num_random_features=8)
+    afield.save(model, "model")
+    Path("cli_linear.py").write_text("from torch import nn\ndef make():\n    return nn.Linear(2, 3)")
+    with pytest.raises(SystemExit, match=r"^afield: .*x\.npz is not a readable npz file"):
+        main(["export", "model", "--net", "cli_linear:make", "--example", "x.npz"])
+    (Path(folder) / "metrics.json").write_text("{")
+    for command in (["evaluate", folder], ["train", "two-moons", *TINY, "--method", "dnn", "--out", "runs"]):
+        with pytest.raises(SystemExit, match=r"^afield: .*metrics\.json is damaged: .*--fresh"):
+            main(command)
+    main(["train", "two-moons", *TINY, "--method", "dnn", "--out", "runs", "--fresh"])
+    (Path(folder) / "config.toml").write_text("task =")
+    with pytest.raises(SystemExit, match=r"^afield: .*config\.toml is damaged.*--fresh"):
+        main(["train", "--config", f"{folder}/config.toml", "--out", "elsewhere"])
 
 
 def test_unwritable_folder_is_one_clear_line(tmp_path: Path):

@@ -1,7 +1,10 @@
 """Batch scoring: what is written is what the model says, row for row, from every kind of file."""
 
 import dataclasses
+import io
+import json
 import tracemalloc
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -188,6 +191,77 @@ def test_answers_of_two_models_are_not_mixed(saved: list[str], model: afield.SNG
         score_files.todo(score_files.sources(Path("in"), Path("out")), Path("out"), other)
 
 
+def test_one_bad_file_never_stops_the_others(saved: list[str], x: np.ndarray):
+    for name in ("a", "z"):
+        write("npy", Path(f"in/{name}"), x)
+    np.save("in/b.npy", np.array(5.0))  # no rows at all: this ended the command before it began
+    pq.write_table(pa.table({"v": [{"a": 1.0}]}), "in/c.parquet")
+    np.save("in/d.npy", np.array([{}], dtype=object), allow_pickle=True)
+    Path("in/e.npy").symlink_to("nowhere.npy")
+    Path("in/f.csv").write_bytes(b"a,b\n1,2\n\xff\xfe,\x00\n")
+    Path("in/g.npy").mkdir()
+    with zipfile.ZipFile("in/h.npz", "w", zipfile.ZIP_LZMA) as archive:
+        archive.writestr("x.npy", b"\x93NUMPY\x01\x00")
+    header = io.BytesIO()
+    np.lib.format.write_array_header_1_0(header, {"descr": "<f8", "fortran_order": False, "shape": (2**40, 4)})
+    Path("in/i.npy").write_bytes(header.getvalue())
+    with zipfile.ZipFile("in/j.npz", "w") as archive:
+        archive.writestr("x.npy", header.getvalue())
+    Path("in/k.parquet").write_bytes(b"PAR1" + bytes(100) + b"PAR1")
+    Path("in/l.csv").write_bytes(b"")
+    with pytest.raises(SystemExit, match=r"^afield: .*\(10 of 12 files failed; the others are done\.\)$"):
+        main(saved)
+    parts = {f.name for f in Path("out").iterdir() if f.suffix == ".parquet"}
+    assert parts == {"a.npy.parquet", "z.npy.parquet"}
+
+
+def test_label_names_are_part_of_what_is_remembered(saved: list[str], model: afield.SNGP, x: np.ndarray):
+    write("npy", Path("in/a"), x)
+    main(saved)
+    afield.save(model, "model", metadata={"labels": ["dog", "cat", "cow"]})  # the same weights
+    with pytest.raises(
+        SystemExit, match=r"asked for otherwise \(labels = \['cat', 'dog', 'cow'\] there, \['dog', 'cat'"
+    ):
+        main(saved)
+    main([*saved, "--fresh"])
+    assert set(pq.read_table("out")["label"].to_pylist()) <= {"dog", "cat", "cow"}
+
+
+def test_parts_from_before_labels_were_remembered_are_made_again(saved: list[str], x: np.ndarray):
+    write("npy", Path("in/a"), x)
+    main(saved)
+    part = Path("out/a.npy.parquet")
+    table, old = pq.read_table(part), score_files.read_stamp(part)
+    del old["request"]["labels"], old["request"]["found"]
+    pq.write_table(table.replace_schema_metadata({"afield": json.dumps(old)}), part)
+    main(saved)
+    assert score_files.read_stamp(part)["request"]["labels"] == ["cat", "dog", "cow"]
+
+
+def test_tables_with_other_columns_are_errors_and_their_order_does_not_matter(
+    saved: list[str], model: afield.SNGP, x: np.ndarray
+):
+    write("parquet", Path("in/a"), x)
+    columns = {f"f{i}": x[:, i] for i in range(4)}
+    pyarrow.csv.write_csv(pa.table(dict(reversed(columns.items()))), "in/b.csv")
+    pq.write_table(pa.table({f"g{i}": x[:, i] for i in range(4)}), "in/c.parquet")
+    pq.write_table(pa.table(columns | {"more": x[:, 0]}), "in/d.parquet")
+    with pytest.raises(
+        SystemExit,
+        match=r"c\.parquet has the columns g0, g1, g2, g3, other files have f0, f1, f2, f3\. .*--columns.*2 of 4 files",
+    ):
+        main(saved)
+    expected = model.predict(torch.from_numpy(x)).score()
+    for name in ("a.parquet", "b.csv.parquet"):
+        np.testing.assert_allclose(pq.read_table(f"out/{name}")["score"].to_numpy(), expected, rtol=1e-5)
+    assert score_files.read_stamp(Path("out/a.parquet"))["request"]["found"] == ["f0", "f1", "f2", "f3"]
+    for file in Path("in").iterdir():
+        file.unlink()
+    pq.write_table(pa.table({f"g{i}": x[:, i] for i in range(4)}), "in/a.parquet")
+    with pytest.raises(SystemExit, match=r"asked for otherwise \(found = \['f0', .* there, \['g0'"):
+        main(saved)
+
+
 def test_an_interrupted_file_leaves_nothing(model: afield.SNGP, x: np.ndarray, tmp_path: Path):
     source = Source(Path(write("npy", tmp_path / "a", x)), "a.npy")
 
@@ -288,6 +362,9 @@ def test_never_calibrated_models_have_no_p_values(saved: list[str], x: np.ndarra
     [
         ("parquet", {}, ["--columns", "f0", "g"], r"a\.parquet has no column 'g'\. It has: f0, f1, f2, f3"),
         ("csv", {}, ["--id", "name"], r"a\.csv has no column 'name'"),
+        ("csv", {}, ["--columns", "f0", "f1", "f2", "f2"], r"a\.csv: the column 'f2' is there, or asked for, twice"),
+        ("csv", {}, ["--columns", "f0", "f1", "--id", "f1"], r"a\.csv: the column 'f1' is the --id and cannot be"),
+        ("npy", {}, ["--shape", "-2", "-2"], "--shape must be positive numbers, got -2 -2"),
         (
             "parquet",
             {"t": ["a"] * 5},

@@ -5,12 +5,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 import torch
 import tyro
 
 from afield.deploy.export import OLDEST_OPSET, TOLERANCE, Exported, export
 from afield.experiment.model_folder import is_saved, open_model
+from afield.tasks.data import arrays
 
 SUFFIXES = {"onnx": ".onnx", "torch-export": ".pt2"}
 
@@ -128,8 +128,7 @@ def snippet(exported: Exported) -> list[str]:
 
 def _read_inputs(file: Path) -> Any:
     """One array is the only argument of the network; several are keyword arguments."""
-    with np.load(file, allow_pickle=False) as arrays:
-        inputs = {name: torch.from_numpy(arrays[name]) for name in arrays.files}
+    inputs = {name: torch.from_numpy(array) for name, array in arrays(file).items()}
     if not inputs:
         raise ValueError(f"{file} holds no array: it should have one for each argument of the network.")
     return next(iter(inputs.values())) if len(inputs) == 1 else inputs

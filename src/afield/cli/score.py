@@ -18,7 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from afield.deploy import read_files, score_files
 from afield.deploy.score_files import Request, Scorer, Source
 from afield.experiment import ray_cluster, run_folder
-from afield.experiment.model_folder import hash_weights, is_saved, open_model
+from afield.experiment.model_folder import hash_weights, is_saved, open_model, read_labels
 
 OnRows = Callable[[tuple[str, int]], None]
 """Is called with the name of a file and how many of its rows are done."""
@@ -65,10 +65,20 @@ class Score:
         if self.batch_size < 1:
             raise ValueError(f"--batch-size must be at least 1, got {self.batch_size}.")
         console, started = Console(), time.monotonic()
-        request = Request(
-            hash_weights(self.model), self.columns, self.id, self.shape, self.integers, self.alpha, self.missing
-        )
+        if self.shape is not None and any(size < 1 for size in self.shape):
+            raise ValueError(f"--shape must be positive numbers, got {' '.join(map(str, self.shape))}.")
         sources = score_files.sources(self.input, self.out)
+        request = Request(
+            hash_weights(self.model),
+            self.columns,
+            self.id,
+            self.shape,
+            self.integers,
+            self.alpha,
+            self.missing,
+            labels=read_labels(self.model),
+            found=() if self.columns else score_files.first_columns(sources, self.id),
+        )
         try:
             with run_folder.locked(self.out):
                 todo = score_files.todo(sources, self.out, request, fresh=self.fresh)
@@ -93,8 +103,9 @@ class Score:
         for source in todo:
             try:
                 _score_file(source, self.out, scorer, request, self.batch_size, on_rows)
-            except (ValueError, OSError) as error:
-                errors.append(error)
+            except Exception as error:  # whatever is wrong with one file, the others are scored
+                named = source.name in str(error) or source.path.name in str(error)
+                errors.append(error if named else ValueError(f"{source.name}: {type(error).__name__}: {error}"))
         return errors
 
     def _score_on_cluster(

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-import numpy as np
 import torch
 import tyro
 from rich.console import Console
@@ -27,6 +26,7 @@ from afield.experiment.run_folder import Run
 from afield.experiment.task_parts import parts_of, predict_part
 from afield.model.progress import track
 from afield.settings import Settings
+from afield.tasks.data import arrays
 
 if TYPE_CHECKING:
     from lightning.fabric import Fabric
@@ -173,7 +173,7 @@ def print_metrics(finished: Run, console: Console, *, everything: bool = False) 
 
 
 def _read_inputs(file: Path) -> TensorDataset:
-    with np.load(file, allow_pickle=False) as arrays:
-        if "x" not in arrays:
-            raise ValueError(f"{file} should hold an array named x, it has: {', '.join(arrays.files)}.")
-        return TensorDataset(torch.from_numpy(arrays["x"]))
+    found = arrays(file)
+    if "x" not in found:
+        raise ValueError(f"{file} should hold an array named x, it has: {', '.join(found)}.")
+    return TensorDataset(torch.from_numpy(found["x"]))

@@ -9,7 +9,6 @@ Memory does not grow with the file. Errors name the file.
 
 import contextlib
 import zipfile
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,25 +19,61 @@ SUFFIXES = (".npy", ".npz", ".parquet", ".csv")
 
 
 def read(
-    path: Path, columns: Sequence[str] = (), id: str | None = None, batch_size: int = 1024
+    path: Path,
+    columns: Sequence[str] = (),
+    id: str | None = None,
+    batch_size: int = 1024,
+    *,
+    expected: Sequence[str] = (),
 ) -> Iterator[tuple[np.ndarray, Any]]:
-    """Yield batches (rows, ...) of a file, with the ids of the rows, or None where they have none."""
+    """Yield batches (rows, ...) of a file, with the ids of the rows, or None where they have none.
+
+    columns   of Parquet and CSV, in the order of the model; none: all but `id`
+    expected  where no columns are chosen: those that a table must have, no more and no fewer, in the order to read them
+    """
     if path.suffix in _ARRAY_READERS and (columns or id is not None):
         raise ValueError(f"{path.name} is an array and has no columns: --columns and --id are for Parquet and CSV.")
     try:
         if path.suffix in _ARRAY_READERS:
             yield from _read_array(path, batch_size)
-        else:
-            yield from _read_table(path, columns, id, batch_size)
-    except (ValueError, EOFError, KeyError, zipfile.BadZipFile, zlib.error) as error:
-        if path.name in str(error):
+            return
+        if expected and not columns:
+            _check_expected(path, columns_of(path, id), expected)
+        yield from _read_table(path, columns or expected, id, batch_size)
+    except ImportError:
+        raise
+    except Exception as error:  # zip, zlib, numpy and pyarrow raise a dozen kinds between them
+        if isinstance(error, ValueError | OSError) and path.name in str(error):
             raise
         raise ValueError(f"{path.name} cannot be read: {error}") from error
 
 
+def columns_of(path: Path, id: str | None = None) -> tuple[str, ...]:
+    """The names of a table's columns without `id`, from the beginning of the file; none for an array."""
+    if path.suffix in _ARRAY_READERS:
+        return ()
+    if path.suffix == ".parquet":
+        names = arrow()[1].read_schema(path).names
+    else:
+        arrow()
+        from pyarrow import csv
+
+        with csv.open_csv(path) as begin:
+            names = begin.schema.names
+    return tuple(name for name in names if name != id)
+
+
+def _check_expected(path: Path, found: Sequence[str], expected: Sequence[str]) -> None:
+    if set(found) != set(expected):
+        raise ValueError(
+            f"{path.name} has the columns {', '.join(found)}, other files have {', '.join(expected)}. Choose the "
+            "model's inputs with --columns."
+        )
+
+
 def count(path: Path) -> int | None:
     """The number of rows, from the header of the file; None for formats that have none there."""
-    with contextlib.suppress(ValueError, EOFError, OSError):  # `read` reports what is wrong
+    with contextlib.suppress(Exception):  # `read` reports what is wrong
         if path.suffix == ".parquet":
             return int(arrow()[1].read_metadata(path).num_rows)
         if path.suffix == ".npy":
@@ -73,7 +108,9 @@ def _read_table(path: Path, columns: Sequence[str], id: str | None, size: int) -
 
 def _read_npy(path: Path, size: int) -> Iterator[np.ndarray]:
     array = np.load(path, mmap_mode="r", allow_pickle=False)
-    for begin in range(0, len(array) if array.ndim else 0, size):
+    if array.ndim == 0:
+        raise ValueError(f"{path.name} must hold numbers (rows, ...), got one number.")
+    for begin in range(0, len(array), size):
         yield np.array(array[begin : begin + size])  # a copy: torch wants to be able to write
 
 
@@ -113,7 +150,7 @@ def _read_record_batches(path: Path, columns: Sequence[str], id: str | None, siz
     with contextlib.ExitStack() as stack:
         if path.suffix == ".parquet":
             file = stack.enter_context(parquet.ParquetFile(path))
-            _check_columns(path, file.schema_arrow.names, columns, id)
+            _check_columns(path, list(file.schema_arrow.names), list(columns), id)
             wanted = [*columns, *([id] if id is not None else [])] if columns else None
             yield from file.iter_batches(batch_size=size, columns=wanted)
             return
@@ -122,7 +159,7 @@ def _read_record_batches(path: Path, columns: Sequence[str], id: str | None, siz
         # Types come from the first lines: a column of whole numbers there may hold fractions further down.
         with csv.open_csv(path) as begin:
             schema = begin.schema
-        _check_columns(path, schema.names, columns, id)
+        _check_columns(path, list(schema.names), list(columns), id)
         integers = [f.name for f in schema if (types.is_integer(f.type) or types.is_null(f.type)) and f.name != id]
         convert = csv.ConvertOptions(column_types=dict.fromkeys(integers, pyarrow.float64()))
         for batch in stack.enter_context(csv.open_csv(path, convert_options=convert)):  # reads 30 MB ahead at most
@@ -130,7 +167,14 @@ def _read_record_batches(path: Path, columns: Sequence[str], id: str | None, siz
                 yield batch.slice(first, size)
 
 
-def _check_columns(path: Path, available: Sequence[str], columns: Sequence[str], id: str | None) -> None:
+def _check_columns(path: Path, available: list[str], columns: list[str], id: str | None) -> None:
+    twice = {name for names in (available, columns) for name in names if names.count(name) > 1}
+    if twice:
+        raise ValueError(
+            f"{path.name}: the column {', '.join(map(repr, sorted(twice)))} is there, or asked for, twice."
+        )
+    if id is not None and id in columns:
+        raise ValueError(f"{path.name}: the column {id!r} is the --id and cannot be among --columns as well.")
     missing = [name for name in (*columns, *([id] if id is not None else [])) if name not in available]
     if missing:
         raise ValueError(f"{path.name} has no column {', '.join(map(repr, missing))}. It has: {', '.join(available)}.")

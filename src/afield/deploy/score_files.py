@@ -19,7 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from afield.deploy.read_files import SUFFIXES, arrow, read
+from afield.deploy import read_files
+from afield.deploy.read_files import SUFFIXES, arrow
 from afield.deploy.traced import ALPHA
 from afield.prediction.prediction import Prediction
 from afield.version import __version__
@@ -52,6 +53,8 @@ class Request:
     integers whether inputs are whole numbers, such as token ids
     alpha    rate of false alarms behind `accepted`; None: 0.01, or the smallest that the calibration can tell
     missing  rows with NaN, infinity or nothing: an error, or answered with nulls and refused
+    labels   names of the classes, which are written
+    found    the columns of the first table where none are chosen: all tables must have these
     """
 
     model: str
@@ -61,6 +64,8 @@ class Request:
     integers: bool = False
     alpha: float | None = None
     missing: Literal["error", "refuse"] = "error"
+    labels: tuple[str, ...] = ()
+    found: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -79,7 +84,7 @@ class Source:
 def sources(given: Path, out: Path) -> list[Source]:
     """The input files: one, or all in and below a folder, by name, without hidden ones and those below `out`."""
     if given.is_dir():
-        below = [(path, path.relative_to(given)) for path in sorted(given.rglob("*")) if path.suffix in SUFFIXES]
+        below = [(path, path.relative_to(given)) for path in sorted(given.rglob("*")) if _may_be_read(path)]
         found = [
             Source(path.resolve(), name.as_posix())
             for path, name in below
@@ -97,12 +102,29 @@ def sources(given: Path, out: Path) -> list[Source]:
     return found
 
 
+def _may_be_read(path: Path) -> bool:
+    return path.suffix in SUFFIXES and not path.is_dir()
+
+
+def first_columns(found: Sequence[Source], id: str | None) -> tuple[str, ...]:
+    """The columns, without `id`, of the first table that has any; a file that cannot be read is passed over here."""
+    for source in found:
+        with contextlib.suppress(Exception):  # `score_file` reports what is wrong
+            if columns := read_files.columns_of(source.path, id):
+                return columns
+    return ()
+
+
 def todo(found: Sequence[Source], out: Path, request: Request, *, fresh: bool = False) -> list[Source]:
     """The files whose part is missing, or older than the file."""
     wanted = []
     for source in found:
         before = {} if fresh else read_stamp(out / source.part)
-        now = stamp(source, request)
+        try:
+            now = stamp(source, request)
+        except OSError:  # `score_file` reports what is wrong
+            wanted.append(source)
+            continue
         changed = [
             f"{name} = {value} there, {now['request'].get(name)} now"
             for name, value in before.get("request", now["request"]).items()
@@ -113,7 +135,7 @@ def todo(found: Sequence[Source], out: Path, request: Request, *, fresh: bool = 
                 f"{out} holds answers that were asked for otherwise ({'; '.join(changed)}). Use another --out, or "
                 "--fresh to replace them."
             )
-        if before.get("source") != now["source"]:
+        if before.get("source") != now["source"] or before["request"].keys() != now["request"].keys():
             wanted.append(source)
     return wanted
 
@@ -148,7 +170,9 @@ def score_file(
     about, part, done = {"afield": json.dumps(stamp(source, request))}, out / source.part, 0
     with contextlib.ExitStack() as stack:
         writer, waiting = None, []
-        for values, ids in read(source.path, request.columns, request.id, batch_size):
+        for values, ids in read_files.read(
+            source.path, request.columns, request.id, batch_size, expected=request.found
+        ):
             columns = {"file": pa.repeat(source.name, len(values)), "row": np.arange(done, done + len(values))}
             columns |= {} if ids is None else {"id": ids}
             x, bad = _prepare_inputs(source, values, done, scorer, request)
@@ -228,7 +252,7 @@ def _predict_columns(source: Source, scorer: Scorer, x: Tensor, bad: Tensor, alp
     try:
         with torch.no_grad():
             columns = answers(scorer.predict(x), alpha, scorer.labels)
-    except (RuntimeError, IndexError, TypeError) as error:
+    except (RuntimeError, IndexError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"{source.name}: the model does not take its rows. {error}") from error
     mask = bad.numpy()
     if mask.any() and "accepted" in columns:

@@ -11,7 +11,7 @@ network.
 import importlib
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -118,6 +118,16 @@ def hash_weights(path: str | os.PathLike[str]) -> str:
     return run_folder.check_hash(_weights_file(run_folder.read(folder)))
 
 
+def read_labels(path: str | os.PathLike[str]) -> tuple[str, ...]:
+    """The names of the classes that `afield.save` was given as metadata; empty where there are none."""
+    folder = Path(path)
+    return _labels_of(saving.read_index(folder)) if is_saved(folder) else ()
+
+
+def _labels_of(index: Mapping[str, Any]) -> tuple[str, ...]:
+    return tuple(map(str, index["metadata"].get("labels") or ()))
+
+
 def make_network(name: str) -> nn.Module:
     """What the function named by "module:function" returns. Modules of the current folder are found."""
     module, _, function = name.partition(":")
@@ -169,7 +179,7 @@ def _open_saved(folder: Path, net: nn.Module | str | None) -> OpenedModel:
         predict=model.predict,
         identity=str(index["tensors"]["sha256"]),
         dtype=next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32),
-        labels=tuple(map(str, index["metadata"].get("labels") or ())),
+        labels=_labels_of(index),
     )
 
 
