@@ -500,7 +500,7 @@ def test_network_that_goes_on_after_its_logits(convert: Callable[..., SNGP]) -> 
     model = convert(net, **SMALL)
     if convert is afield.sngp:
         nn.init.normal_(model.head.weight)
-    fitted(model, x)
+    fitted(model, x).eval()
     torch.testing.assert_close(model(x).exp().sum(-1), torch.ones(30))  # its own forward still does
     prediction = model.predict(x)
     if convert is afield.attach:
