@@ -1,4 +1,4 @@
-# make demo | test | test-slow | bench | check | lock : each does all set-up first, once.
+# make demo | test | test-slow | bench | torture | check | lock : each does all set-up first, once.
 PYTHON ?= python3
 BIN := .venv/bin
 INPUTS := pyproject.toml requirements.lock
@@ -7,7 +7,7 @@ ifneq ($(wildcard ../shared/data/.),)
 export AFIELD_DATA ?= $(abspath ../shared/data)
 endif
 
-.PHONY: demo test test-slow bench check format lock clean
+.PHONY: demo test test-slow bench torture check format lock clean
 
 demo: .venv/.demo
 	$(BIN)/afield demo
@@ -20,6 +20,10 @@ test-slow: .venv/.dev
 
 bench: .venv/.dev
 	$(BIN)/python -m bench.speed
+
+# FOR=600 (seconds), SEED=0: faults by the thousand (docs/reliability.md)
+torture: .venv/.dev
+	$(BIN)/python -m bench.torture --seconds $(or $(FOR),600) --seed $(or $(SEED),0)
 
 check: .venv/.dev
 	$(BIN)/ruff check .

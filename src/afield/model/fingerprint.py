@@ -66,7 +66,7 @@ def from_digest(text: str) -> Fingerprint:
 def digest(net: nn.Module, *, buffers: bool = True) -> str:
     """A hash of all that decides hidden vectors, features and mean; else, of parameters and random features alone."""
     total = hashlib.blake2b(digest_size=16)
-    for entry in _entries(net, buffers):
+    for entry in sorted(_entries(net, buffers), key=lambda entry: entry.name):
         tensor = entry.tensor.detach().cpu()
         if tensor.is_floating_point():  # a wider type holds the same numbers, a narrower one does not
             tensor = tensor.double()
