@@ -341,8 +341,10 @@ def _shared_loss(mean: Tensor, variance: Tensor, target: Tensor) -> Callable[[fl
 
     def loss(s: float, a2: float) -> Tensor:
         gain = s / torch.sqrt(1 + MEAN_FIELD_FACTOR * a2 * variance)
-        parts = zip(distance.split(rows), gain[:, None].split(rows), strict=True)
-        return torch.cat([(d * g).exp_().sum(1) for d, g in parts]).log() - gain * of_target
+        total, some = torch.empty_like(gain), torch.empty_like(distance[:rows])
+        for d, g, out in zip(distance.split(rows), gain[:, None].split(rows), total.split(rows), strict=True):
+            torch.sum(torch.mul(d, g, out=some[: len(d)]).exp_(), 1, out=out)
+        return total.log() - gain * of_target
 
     return loss
 
