@@ -80,10 +80,16 @@ KERNELS: Registry[Kernel] = Registry(
 
 NORMALIZERS: Registry[Callable[[Tensor, Tensor, Tensor], Tensor]] = Registry(
     "input normalisation",
-    layer=lambda h, shift, gain: F.layer_norm(h, h.shape[-1:]),
-    unit=lambda h, shift, gain: F.normalize(h, dim=-1),
+    layer=lambda h, shift, gain: F.layer_norm(_squarable(h), h.shape[-1:]),
+    unit=lambda h, shift, gain: F.normalize(_squarable(h), dim=-1),
     standardize=lambda h, shift, gain: (h - shift) * gain,
 )
+
+
+def _squarable(h: Tensor) -> Tensor:
+    """h as it is, or divided by its largest entry where squares might overflow: for maps that do not see the scale."""
+    largest = h.abs().amax(-1, keepdim=True)
+    return h / torch.where(largest > 1e15, largest, 1.0)
 
 
 def median_distance(h: Tensor) -> float:
@@ -193,19 +199,25 @@ class RandomFeatures(nn.Module):
         """Take what comes from the data anew: `adapt` has to be called again."""
         self.adapted = self._fixed and not self.shift.numel() and not self.grow
 
-    def forward(self, h: Tensor) -> Tensor:
-        """phi (N, D). Computed in at least float32: half-precision phases would drown the cosine."""
+    def forward(self, h: Tensor, *, limited: bool = True) -> Tensor:
+        """phi (N, D). Computed in at least float32: half-precision phases would drown the cosine.
+
+        limited  far away, numbers overflow, and zero times infinity is NaN: large ones in their place make an infinite
+                 variance instead. A posterior must not observe such rows, and asks for NaN
+        """
         with torch.autocast(h.device.type, enabled=False):
             dtype = self.weight.dtype
             wide = torch.promote_types(dtype, torch.float32)
             h = h.to(wide)
             shift, gain, length_scale, radius = self._learned() if self.adapted else self._first_batch(h)
             h = self._normalized(h, shift.to(wide), gain.to(wide))
-            phase = F.linear(h / length_scale, self.weight.to(wide), self.phase.to(wide))
+            large = torch.finfo(dtype).max ** 0.75 if limited else math.inf
+            scaled = (h / length_scale).clamp(-large, large) + 0 * h  # what is infinite itself becomes NaN
+            phase = F.linear(scaled, self.weight.to(wide), self.phase.to(wide))
             phi = KERNELS[self.kernel].activation(phase) * math.sqrt(2 / self.num_random_features)
             if self.grow:
-                phi = phi * (h / radius).square().sum(-1, keepdim=True).clamp_min(1.0)
-            return phi.to(dtype)
+                phi = phi * (h / radius).square().sum(-1, keepdim=True).clamp(1.0, large)
+            return phi.clamp(-large, large).to(dtype)
 
     def _learned(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         return self.shift, self.gain, self.length_scale, self.radius

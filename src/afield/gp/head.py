@@ -311,7 +311,7 @@ class GaussianProcessHead(nn.Module):
         self.check_finite(h)
         if not self.random_features.adapted:
             self.random_features.adapt(h)
-        phi = self.features(h)
+        phi = self.random_features(h, limited=False)
         unit = self.curvature == "unit"
         rows = min(1, h.shape[0]) if unit and logits is None else h.shape[0]
         if logits is None:  # unit weights need none: with many classes they would cost more than all the rest

@@ -50,7 +50,9 @@ def monte_carlo(
     if num_samples < 1:
         raise ValueError(f"num_samples must be at least 1, got {num_samples}.")
     noise = torch.randn(num_samples, *logits.shape, generator=generator, dtype=logits.dtype, device=logits.device)
-    return to_probs(logits + per_output(variance, logits).sqrt() * noise)
+    std, large = per_output(variance, logits).sqrt(), torch.finfo(logits.dtype).max ** 0.5
+    draws = torch.where(std == math.inf, large * noise, logits + std.clamp_max(large) * noise)
+    return to_probs(draws)
 
 
 def quadrature(logits: Tensor, variance: Tensor) -> Tensor:

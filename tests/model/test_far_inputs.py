@@ -1,0 +1,56 @@
+"""Inputs scaled by 1e-20 to 1e20: far away a model is unsure, and never has NaN for a probability."""
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import afield
+
+OUTPUTS = {"categorical": 3, "bernoulli": 1, "gaussian": 1, "poisson": 1}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("convert", [afield.sngp, afield.attach])
+@pytest.mark.parametrize("likelihood", OUTPUTS)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"kernel": "matern32"}, {"kernel": "arccos"}, {"normalize_input": "layer"}, {"normalize_input": "unit"}],
+    ids=["rbf", "matern", "arccos", "layer", "unit"],
+)
+def test_no_scale_of_the_inputs_gives_nan(options: dict[str, Any], likelihood: str, convert: Any, dtype: torch.dtype):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, OUTPUTS[likelihood])).to(dtype)
+    model = convert(net, likelihood=likelihood, num_random_features=32, **options)
+    if convert is afield.sngp:
+        nn.init.normal_(model.head.weight)
+    x = torch.randn(60, 4, dtype=dtype)
+    y = (x[:, 0] > 0).to(dtype)
+    afield.fit_posterior(model, [(x, y)])
+    afield.calibrate(model, [(x, y)])
+    for exponent in (-20, -10, 0, 5, 10, 15, 18, 19, 20):
+        given = x * 10.0**exponent
+        for predictive in ("mean_field", "monte_carlo", *(["quadrature"] if likelihood == "bernoulli" else [])):
+            p = model.predict(given, predictive=predictive)
+            for name, value in p.numpy().items():
+                assert not np.isnan(value).any() or name in ("logits", "variance"), (exponent, predictive, name)
+            if likelihood == "gaussian":
+                assert not bool(p.std.isnan().any())
+            elif p.probs is not None and exponent > 10 and "normalize_input" not in options:  # that loses the radius
+                assert float(p.confidence.max()) < 0.8 or predictive == "monte_carlo"
+            assert not bool(p.score().isnan().any())
+
+
+@pytest.mark.parametrize("convert", [afield.sngp, afield.attach])
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_what_is_no_number_is_not_made_one(convert: Any, bad: float) -> None:
+    torch.manual_seed(0)
+    model = convert(nn.Sequential(nn.Linear(4, 16), nn.Linear(16, 3)), num_random_features=32)
+    x = torch.randn(60, 4)
+    afield.fit_posterior(model, [x])
+    x[3, 1] = bad
+    assert bool(model.predict(x).probs[3].isnan().all())
+    assert not bool(model.predict(x).probs[:3].isnan().any())
