@@ -100,28 +100,21 @@ def test_checkpoint_is_flushed_to_disk_before_it_has_its_name(
 def test_a_damaged_checkpoint_is_never_gone_on_from(number: int, moons: Task, tmp_path: Path):
     file = tmp_path / "checkpoint.pt"
     fit(moons, METHODS["dnn"], epochs=1, checkpoint=file)
-    content, generator, messages = file.read_bytes(), random.Random(0), []
-    whole = torch.load(file, weights_only=True)
+    content, generator = file.read_bytes(), random.Random(0)
     for _ in range(number):
         place = generator.randrange(8 * len(content))
         damaged = bytearray(content)
         damaged[place // 8] ^= 1 << place % 8
         file.write_bytes(damaged)
-        try:
-            state = _read_checkpoint(file)
-        except DamagedRun as error:
-            messages.append(str(error))
-        else:  # the bit was in a date, or in bytes that fill up
-            assert str(state) == str(whole)
-            for name, tensor in state["model"].items():
-                assert torch.equal(tensor, whole["model"][name])
-    assert len(messages) > 0.3 * number  # the file is small, and half of it fills up
-    assert all("checkpoint.pt is damaged" in message and "--fresh" in message for message in messages)
+        with pytest.raises(DamagedRun, match=r"checkpoint\.pt is damaged.*Begin again with --fresh"):
+            _read_checkpoint(file)
     for wrong in (b"", content[:500], b"text", content[:-30]):
         file.write_bytes(wrong)
         with pytest.raises(DamagedRun, match=r"checkpoint\.pt is damaged.*Begin again with --fresh"):
             fit(moons, METHODS["dnn"], epochs=2, checkpoint=file)
-    torch.save({"epoch": 1, "model": {}}, file)
+    file.write_bytes(content)
+    assert torch.load(file, weights_only=True)["epoch"] == _read_checkpoint(file)["epoch"] == 1
+    torch.save({"epoch": 1, "model": {}}, file)  # without a hash, as they were written before
     with pytest.raises(DamagedRun, match=r"checkpoint\.pt is damaged, or of another model"):
         fit(moons, METHODS["dnn"], epochs=2, checkpoint=file)
 

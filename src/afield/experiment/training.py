@@ -8,14 +8,16 @@ same up to rounding. But each rank draws its own dropout masks and augmentation,
 of a batch.
 """
 
+import hashlib
 import itertools
 import math
+import os
 import zipfile
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -45,6 +47,7 @@ if TYPE_CHECKING:
 
 OnEpoch = Callable[[int, float], bool | None]
 """(number of the epoch, from 1, and its mean loss) -> True to stop there"""
+_NO_COMMENT, _EMPTY_END, _HASH_SIZE = b"\0\0", 22, 64  # the end of a zip file without a comment; a hash as text
 _MOST_EXAMPLES, _MOST_NUMBERS = 1024, 2**24  # in a batch that is predicted
 
 
@@ -331,7 +334,7 @@ def _save_checkpoint(checkpoint: Path | None, parts: dict[str, Any], epoch: int,
         return
     state = distributed.collect_state(parts, fabric)
     if distributed.rank_and_world(fabric)[0] == 0:
-        write_file(checkpoint, lambda file: torch.save({**state, "epoch": epoch}, file))
+        write_file(checkpoint, lambda file: _write_checkpoint(file, {**state, "epoch": epoch}))
 
 
 def _load_checkpoint(checkpoint: Path | None, parts: dict[str, Any], fabric: "Fabric | None") -> int:
@@ -350,12 +353,42 @@ def _load_checkpoint(checkpoint: Path | None, parts: dict[str, Any], fabric: "Fa
     return epoch
 
 
-def _read_checkpoint(checkpoint: Path) -> dict[str, Any]:
-    """The state in a checkpoint, after the sums over its bytes were checked, which torch does not do."""
-    try:
-        with zipfile.ZipFile(checkpoint) as archive:
+def _write_checkpoint(file: IO[bytes], state: dict[str, Any]) -> None:
+    """What torch writes, a zip file, with its hash as the comment that may stand at the end of one."""
+    torch.save(state, file)
+    file.seek(0)
+    digest = hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
+    file.seek(-len(_NO_COMMENT), os.SEEK_END)
+    file.write(len(digest).to_bytes(2, "little") + digest.encode())
+
+
+def _check_checkpoint(file: IO[bytes]) -> None:
+    """ValueError if the hash does not match. torch itself notices hardly any damage."""
+    size = file.seek(0, os.SEEK_END)
+    file.seek(max(0, size - _HASH_SIZE - len(_NO_COMMENT)))
+    length, digest = file.read(len(_NO_COMMENT)), file.read()
+    file.seek(max(0, size - _EMPTY_END))
+    end = file.read()
+    if end.startswith(b"PK\x05\x06") and end.endswith(_NO_COMMENT):  # from before there was a hash
+        with zipfile.ZipFile(file) as archive:
             if (part := archive.testzip()) is not None:
                 raise ValueError(f"{part} is not what was written")
+        return
+    found, left = hashlib.sha256(), size - _HASH_SIZE - len(_NO_COMMENT)
+    file.seek(0)
+    while left > 0 and (block := file.read(min(left, 2**20))):
+        found.update(block)
+        left -= len(block)
+    found.update(_NO_COMMENT)
+    if length != _HASH_SIZE.to_bytes(2, "little") or found.hexdigest().encode() != digest:
+        raise ValueError("its hash does not match")
+
+
+def _read_checkpoint(checkpoint: Path) -> dict[str, Any]:
+    """The state in a checkpoint, if it is what was written."""
+    try:
+        with checkpoint.open("rb") as file:
+            _check_checkpoint(file)
         state = torch.load(checkpoint, weights_only=True, map_location="cpu")
         if type(state["epoch"]) is not int or state["epoch"] < 1:
             raise ValueError(f"epoch = {state['epoch']}")
