@@ -264,6 +264,31 @@ def test_below_the_bound_the_weight_is_untouched(kind: str) -> None:
 
 
 @kinds
+def test_a_lower_bound_binds_at_once_in_training(kind: str) -> None:
+    """Also on a weight that has not changed since it was found to be below the old one."""
+    layer, x = make(kind, 100.0)
+    layer(x)
+    assert equal(layer.weight, original(layer))
+    bound(layer, 0.3)
+    torch.testing.assert_close(layer.weight, fold(layer).weight if kind in ITERATED else layer.weight)
+    assert float(layer.weight.detach().norm()) < float(original(layer).detach().norm())
+    bound(layer, 100.0)
+    assert equal(layer.weight, original(layer))
+    assert int(bound_of(layer).num_steps) == 1
+
+
+def test_a_larger_input_may_bind_where_a_smaller_did_not() -> None:
+    """On one pixel a blur keeps a ninth, on a large image all."""
+    layer = bound(nn.Conv2d(1, 1, 3, padding=1, bias=False).double(), 0.5)
+    nn.init.constant_(original(layer), 1 / 9)
+    layer(torch.randn(1, 1, 1, 1).double())
+    assert equal(layer.weight, original(layer))
+    layer(torch.randn(1, 1, 16, 16).double())
+    assert operator_norm(layer) == pytest.approx(0.5, rel=1e-3)
+    assert not equal(layer.weight, original(layer))
+
+
+@kinds
 def test_above_the_bound_the_norm_is_the_bound(kind: str) -> None:
     layer, x = make(kind, 0.3)
     layer.eval()

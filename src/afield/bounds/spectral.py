@@ -23,7 +23,7 @@ from afield.bounds import optimizer_steps
 from afield.bounds.convolution import Convolution, ConvolutionSettings, lanczos
 from afield.bounds.eager import eager
 from afield.bounds.parametrized import refine_class
-from afield.bounds.weight_cache import Place
+from afield.bounds.weight_cache import Place, followed
 
 Layer = TypeVar("Layer", bound=nn.Module)
 _BatchNorm = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
@@ -183,17 +183,29 @@ class _Bound(nn.Module):
         super().__init__()
         self.c = c
         self._seen: tuple[int, int] | None = None  # the weight's version at the last iteration
+        self._below: float | None = None  # the c that the norm was clearly below at that iteration
         self.register_buffer("num_steps", torch.zeros((), dtype=torch.int64))
         self.register_buffer("num_binding", torch.zeros((), dtype=torch.int64))
 
-    def sigma(self, weight: Tensor, iterate: bool) -> Tensor | None:
+    def step(self, weight: Tensor) -> Tensor | None:
+        """One power iteration; the norm that it found, None while the operator is unknown."""
+        raise NotImplementedError
+
+    def sigma(self, weight: Tensor) -> Tensor | None:
         """The norm (broadcastable over the weight), differentiable in the weight; None while it is unknown."""
         raise NotImplementedError
 
     def forward(self, weight: Tensor) -> Tensor:
         iterate = self.training and self._changed(weight)
         with torch.autocast(weight.device.type, enabled=False):
-            sigma = self.sigma(weight, iterate)
+            if iterate:
+                with torch.no_grad():
+                    self._compare(weight, self.step(weight))
+            if self.training and not torch.compiler.is_compiling() and self._below == self.c:
+                if iterate:
+                    self.num_steps += 1
+                return weight
+            sigma = self.sigma(weight)
             if sigma is None:
                 return weight
             if iterate:
@@ -203,6 +215,17 @@ class _Bound(nn.Module):
             # Away from zero: the gradient of c / sigma at a zero weight would be 0 * inf. The absolute value: vectors
             # that are out of date (weights changed in evaluation mode) may give a negative estimate.
             return weight * torch.clamp(self.c / sigma.abs().clamp_min(1e-12), max=1.0)
+
+    def _compare(self, weight: Tensor, norm: Tensor | None) -> None:
+        """Note whether the bound is clearly not binding: sigma then has no gradient, and need not be computed again.
+
+        Where a look at the number waits for no device and breaks no graph.
+        """
+        if torch.compiler.is_compiling():
+            return
+        self._below = None
+        if norm is not None and weight.is_cpu and not followed() and bool((norm < 0.99 * self.c).all()):
+            self._below = self.c
 
     def _changed(self, weight: Tensor) -> bool:
         """Whether the weight moved since the last iteration.
@@ -247,18 +270,18 @@ class _MatrixBound(_Bound):
         self.register_buffer("u", left[:, :, 0].to(weight.dtype).contiguous())
         self.register_buffer("v", right[:, 0].to(weight.dtype).contiguous())
 
-    def sigma(self, weight: Tensor, iterate: bool) -> Tensor:
-        matrices = self._stacked(weight)
-        if iterate:
-            with torch.no_grad():
-                w = matrices.detach()
-                u = _unit((w @ self.v[:, :, None]).squeeze(-1), self.u, dim=-1)
-                v = _unit((u[:, None] @ w).squeeze(1), self.v, dim=-1)
-                # Fresh tensors for autograd: the buffers move on while a graph still holds the vectors.
-                self.u.copy_(u)
-                self.v.copy_(v)
+    def step(self, weight: Tensor) -> Tensor:
+        w = self._stacked(weight.detach())
+        u = _unit((w @ self.v[:, :, None]).squeeze(-1), self.u, dim=-1)
+        v = (u[:, None] @ w).squeeze(1)
+        self.u.copy_(u)
+        self.v.copy_(_unit(v, self.v, dim=-1))
+        return torch.linalg.vector_norm(v, dim=-1)
+
+    def sigma(self, weight: Tensor) -> Tensor:
+        # Fresh tensors for autograd: the buffers move on while a graph still holds the vectors.
         u, v = self.u.clone(), self.v.clone()
-        sigma = (u[:, None] @ matrices @ v[:, :, None]).flatten()
+        sigma = (u[:, None] @ self._stacked(weight) @ v[:, :, None]).flatten()
         return sigma if self.blocks == 1 else sigma.repeat_interleave(weight.shape[0] // self.blocks)[:, None]
 
     def _stacked(self, weight: Tensor) -> Tensor:
@@ -298,16 +321,21 @@ class _ConvBound(_Bound):
         # In place, by set_: whoever holds the buffer (DistributedDataParallel does) goes on holding it.
         self.u.set_(u.contiguous())  # type: ignore[call-overload]
         self.v.set_(v.contiguous())  # type: ignore[call-overload]
+        self._below = None
 
-    def sigma(self, weight: Tensor, iterate: bool) -> Tensor | None:
+    def step(self, weight: Tensor) -> Tensor | None:
         if self.input_size is None:
             return None
-        if iterate:
-            with torch.no_grad():
-                operator = Convolution(self.settings, weight.detach(), self.input_size)
-                u = _unit(operator.apply(self.v), self.u)
-                self.v.copy_(_unit(operator.adjoint(u), self.v))
-                self.u.copy_(u)
+        operator = Convolution(self.settings, weight.detach(), self.input_size)
+        u = _unit(operator.apply(self.v), self.u)
+        v = operator.adjoint(u)
+        self.v.copy_(_unit(v, self.v))
+        self.u.copy_(u)
+        return v.norm()
+
+    def sigma(self, weight: Tensor) -> Tensor | None:
+        if self.input_size is None:
+            return None
         operator = Convolution(self.settings, weight, self.input_size)
         return (self.u.clone() * operator.apply(self.v.clone())).sum()
 
@@ -330,12 +358,13 @@ class _BatchNormBound(_Bound):
         # Training reads the gain of the last change of the weight: the running variance moves with every pass.
         self.register_buffer("gain", _batch_norm_gains(layer, None).clone())
 
-    def sigma(self, weight: Tensor, iterate: bool) -> Tensor:
+    def step(self, weight: Tensor) -> Tensor:
+        self.gain.copy_(_batch_norm_gains(self._layer[0], None))
+        return (weight * self.gain).abs().amax()
+
+    def sigma(self, weight: Tensor) -> Tensor:
         if not self.training:
             return (weight * _batch_norm_gains(self._layer[0], None)).abs().amax()
-        if iterate:
-            with torch.no_grad():
-                self.gain.copy_(_batch_norm_gains(self._layer[0], None))
         return (weight * self.gain.clone()).abs().amax()
 
     def made_of(self) -> list[Place]:

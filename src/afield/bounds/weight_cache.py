@@ -107,13 +107,16 @@ def make_and_keep(source: Source, place: Place, make: Callable[[], Tensor]) -> t
 
 
 def plain_evaluation() -> bool:
-    """Without gradients, and nothing follows what is computed: no trace, no vmap, no dispatch mode."""
-    return not (
-        torch.is_grad_enabled()
-        or torch._C._get_tracing_state() is not None
+    """Without gradients, and with nothing that follows what is computed."""
+    return not (torch.is_grad_enabled() or parametrize._cache_enabled or followed())
+
+
+def followed() -> bool:
+    """Whether something looks at every operation: a trace, vmap and its kin, a dispatch mode."""
+    return bool(
+        torch._C._get_tracing_state() is not None
         or torch._C._functorch.peek_interpreter_stack() is not None
         or torch._C._len_torch_dispatch_stack()
-        or parametrize._cache_enabled
     )
 
 
