@@ -178,3 +178,20 @@ def linear_in_examples() -> Metrics:
         "memory_mb_100k": medians[100_000][1],
         "memory_mb_1m": medians[1_000_000][1],
     }
+
+
+@measure("calibrate", "calibrate, 10,000 rows, 1,000 classes: seconds", 3.0, metric="seconds")
+def calibrate() -> Metrics:
+    torch.manual_seed(0)
+    net = nn.Linear(64, 1000)
+    with torch.no_grad():
+        net.weight.mul_(6)
+    model, x = afield.attach(net), torch.randn(10_000, 64)
+    target = torch.multinomial((0.4 * net(x)).softmax(-1).detach(), 1).squeeze(1)  # the network is overconfident
+    afield.fit_posterior(model, [torch.randn(2000, 64)])
+    times = []
+    for _ in range(3):
+        begin = time.perf_counter()
+        afield.calibrate(model, [(x, target)])
+        times.append(time.perf_counter() - begin)
+    return {"seconds": median(times)}
