@@ -51,11 +51,13 @@ def test_arrays_of_integers_are_read(dtype: str, order: Any):
     np.testing.assert_array_equal(found, array)
 
 
+# Two rows of 384 addresses; the flag (K 1, the last of the dtype's state) says that they are to be counted.
 OBJECTS = PLAIN.replace(b"\x02\x00\x00\x00u1", b"\x02\x00\x00\x00O8").replace(b"K\x02M\x00\x0c", b"K\x02M\x80\x01")
+OBJECTS = OBJECTS.replace(b"\xff\xff\xff\xffK\x00t", b"\xff\xff\xff\xffK\x01t")
 
 
 def test_an_array_of_objects_over_bytes_does_not_end_the_process(tmp_path: Path):
-    """Each eight bytes would be an address; this was a segmentation fault."""
+    """Each eight bytes would be the address of an object: whoever used one would end the process."""
     assert OBJECTS != PLAIN
     (tmp_path / "batch").write_bytes(OBJECTS)
     script = (
