@@ -25,7 +25,6 @@ def fitted(model: afield.SNGP) -> afield.SNGP:
     with torch.no_grad():
         head.observe(torch.randn(2000, head.in_features, generator=generator))
         head.set_reference(head.predict(torch.randn(1000, head.in_features, generator=generator)).score())
-    model.take_fingerprint()  # every prediction compares it
     return model
 
 
@@ -92,7 +91,8 @@ def predictions(networks: Networks, pairs: int, calls: int = 1) -> Metrics:
         with torch.no_grad():
             return net(x).softmax(-1)
 
-    assert model.predict(x).p_value is not None
+    assert model.predict(x).p_value is not None  # convolutions have seen their input
+    model.take_fingerprint()  # as `fit_posterior` does: every prediction compares it
     return compared(lambda: model.predict(x), dense, pairs=pairs, calls=calls)
 
 
