@@ -16,7 +16,8 @@ from torch.utils.data import TensorDataset
 
 from afield.backbones.resffn import ResFFN
 from afield.errors import DamagedRun
-from afield.experiment.training import _read_checkpoint, batches, fit, make_optimizer, schedule
+from afield.experiment.checkpoint import read_checkpoint
+from afield.experiment.training import batches, fit, make_optimizer, schedule
 from afield.methods import METHODS
 from afield.methods.method import Method
 from afield.settings import Settings
@@ -107,13 +108,13 @@ def test_a_damaged_checkpoint_is_never_gone_on_from(number: int, moons: Task, tm
         damaged[place // 8] ^= 1 << place % 8
         file.write_bytes(damaged)
         with pytest.raises(DamagedRun, match=r"checkpoint\.pt is damaged.*Begin again with --fresh"):
-            _read_checkpoint(file)
+            read_checkpoint(file)
     for wrong in (b"", content[:500], b"text", content[:-30]):
         file.write_bytes(wrong)
         with pytest.raises(DamagedRun, match=r"checkpoint\.pt is damaged.*Begin again with --fresh"):
             fit(moons, METHODS["dnn"], epochs=2, checkpoint=file)
     file.write_bytes(content)
-    assert torch.load(file, weights_only=True)["epoch"] == _read_checkpoint(file)["epoch"] == 1
+    assert torch.load(file, weights_only=True)["epoch"] == read_checkpoint(file)["epoch"] == 1
     torch.save({"epoch": 1, "model": {}}, file)  # without a hash, as they were written before
     with pytest.raises(DamagedRun, match=r"checkpoint\.pt is damaged, or of another model"):
         fit(moons, METHODS["dnn"], epochs=2, checkpoint=file)

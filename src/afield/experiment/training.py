@@ -8,16 +8,13 @@ same up to rounding. But each rank draws its own dropout masks and augmentation,
 of a batch.
 """
 
-import hashlib
 import itertools
 import math
-import os
-import zipfile
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -32,12 +29,12 @@ from torch.utils.data import (
     default_collate,
 )
 
-from afield.errors import DamagedRun, Diverged
+from afield.errors import Diverged
 from afield.experiment import distributed
+from afield.experiment.checkpoint import load_checkpoint, save_checkpoint
 from afield.methods import Method
 from afield.methods.method import Model, unchanged
 from afield.model.batches import device_of
-from afield.model.files import write_file
 from afield.model.ranks import share_statistics
 from afield.settings import Settings
 from afield.tasks import Task
@@ -47,7 +44,6 @@ if TYPE_CHECKING:
 
 OnEpoch = Callable[[int, float], bool | None]
 """(number of the epoch, from 1, and its mean loss) -> True to stop there"""
-_NO_COMMENT, _EMPTY_END, _HASH_SIZE = b"\0\0", 22, 64  # the end of a zip file without a comment; a hash as text
 _MOST_EXAMPLES, _MOST_NUMBERS = 1024, 2**24  # in a batch that is predicted
 
 
@@ -130,7 +126,7 @@ def train(
     decay = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule(settings, settings.epochs * len(loader)))
     stepper: Any = optimizer if fabric is None else fabric.setup_optimizers(optimizer)
     parts = {"model": model, "optimizer": optimizer, "decay": decay}
-    done = _load_checkpoint(checkpoint, parts, fabric)
+    done = load_checkpoint(checkpoint, parts, fabric)
     device = device_of(model) or torch.device("cpu")
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=settings.precision == "bfloat16")
     model.train()
@@ -154,7 +150,7 @@ def train(
                 f"The loss became {total} in epoch {epoch + 1}. Use a smaller learning rate than "
                 f"{settings.learning_rate:g}, or some warm-up."
             )
-        _save_checkpoint(checkpoint, parts, epoch + 1, fabric)
+        save_checkpoint(checkpoint, parts, epoch + 1, fabric)
         if on_epoch(epoch + 1, total / count):
             break
 
@@ -327,79 +323,3 @@ def _gather_model(model: nn.Module, task: Task, method: Method, settings: Settin
     if fabric.world_size > 1:
         share_statistics(model)
     return model
-
-
-def _save_checkpoint(checkpoint: Path | None, parts: dict[str, Any], epoch: int, fabric: "Fabric | None") -> None:
-    if checkpoint is None:
-        return
-    state = distributed.collect_state(parts, fabric)
-    if distributed.rank_and_world(fabric)[0] == 0:
-        write_file(checkpoint, lambda file: _write_checkpoint(file, {**state, "epoch": epoch}))
-
-
-def _load_checkpoint(checkpoint: Path | None, parts: dict[str, Any], fabric: "Fabric | None") -> int:
-    """Restore the state after the last finished epoch; the number of that epoch, or 0 without a checkpoint."""
-    state = None
-    if checkpoint is not None and checkpoint.exists():
-        state = _read_checkpoint(checkpoint)
-    epoch = 0 if state is None else state["epoch"]
-    if len(set(distributed.gather(fabric, epoch))) > 1:
-        raise ValueError(f"The processes do not all see {checkpoint}: the folder of runs has to be one that all share.")
-    if state is not None:
-        try:
-            distributed.restore_state(parts, state, fabric)
-        except (KeyError, TypeError, AttributeError, RuntimeError) as error:
-            raise _damaged_checkpoint(checkpoint, error) from error
-    return epoch
-
-
-def _write_checkpoint(file: IO[bytes], state: dict[str, Any]) -> None:
-    """What torch writes, a zip file, with its hash as the comment that may stand at the end of one."""
-    torch.save(state, file)
-    file.seek(0)
-    digest = hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
-    file.seek(-len(_NO_COMMENT), os.SEEK_END)
-    file.write(len(digest).to_bytes(2, "little") + digest.encode())
-
-
-def _check_checkpoint(file: IO[bytes]) -> None:
-    """ValueError if the hash does not match. torch itself notices hardly any damage."""
-    size = file.seek(0, os.SEEK_END)
-    file.seek(max(0, size - _HASH_SIZE - len(_NO_COMMENT)))
-    length, digest = file.read(len(_NO_COMMENT)), file.read()
-    file.seek(max(0, size - _EMPTY_END))
-    end = file.read()
-    if end.startswith(b"PK\x05\x06") and end.endswith(_NO_COMMENT):  # from before there was a hash
-        with zipfile.ZipFile(file) as archive:
-            if (part := archive.testzip()) is not None:
-                raise ValueError(f"{part} is not what was written")
-        return
-    found, left = hashlib.sha256(), size - _HASH_SIZE - len(_NO_COMMENT)
-    file.seek(0)
-    while left > 0 and (block := file.read(min(left, 2**20))):
-        found.update(block)
-        left -= len(block)
-    found.update(_NO_COMMENT)
-    if length != _HASH_SIZE.to_bytes(2, "little") or found.hexdigest().encode() != digest:
-        raise ValueError("its hash does not match")
-
-
-def _read_checkpoint(checkpoint: Path) -> dict[str, Any]:
-    """The state in a checkpoint, if it is what was written."""
-    try:
-        with checkpoint.open("rb") as file:
-            _check_checkpoint(file)
-        state = torch.load(checkpoint, weights_only=True, map_location="cpu")
-        if type(state["epoch"]) is not int or state["epoch"] < 1:
-            raise ValueError(f"epoch = {state['epoch']}")
-    except PermissionError:
-        raise
-    except Exception as error:  # a damaged file can raise anything
-        raise _damaged_checkpoint(checkpoint, error) from error
-    return state
-
-
-def _damaged_checkpoint(checkpoint: Path | None, error: Exception) -> DamagedRun:
-    return DamagedRun(
-        f"{checkpoint} is damaged, or of another model ({type(error).__name__}: {error}). Begin again with --fresh."
-    )
