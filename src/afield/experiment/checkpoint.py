@@ -1,7 +1,7 @@
 """Checkpoints: the state of a training after its last finished epoch, written whole and read only as it was written.
 
-A checkpoint is a file of torch, which is a zip file, with its SHA-256 as the comment at its end. Those from before there
-was a hash are read as well; the sums of the zip format are checked then.
+A checkpoint is a file of torch, which is a zip file, with its SHA-256 as the comment at its end. Those from before
+there was a hash are read as well; the sums of the zip format are checked then.
 """
 
 import hashlib
