@@ -26,12 +26,27 @@ def network(number: int = 0) -> nn.Sequential:
 
 
 def fitted(make: str = "sngp", number: int = 0) -> afield.SNGP:
+    """Trained for a few steps, fitted and calibrated."""
+    net = network(number)
+    if make == "attach":
+        train(net)
     with torch.random.fork_rng():
         torch.manual_seed(number)
-        model = getattr(afield, make)(network(number), num_random_features=16)
+        model = getattr(afield, make)(net, num_random_features=16)
+    if make == "sngp":
+        train(model)
     afield.fit_posterior(model, [data(number)])
     afield.calibrate(model, [data(1)])
     return model.eval()
+
+
+def train(net: nn.Module, steps: int = 40) -> None:
+    optimizer = torch.optim.Adam(net.parameters(), 3e-2)
+    x, y = data(0)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        F.cross_entropy(net(x), y).backward()
+        optimizer.step()
 
 
 @functools.cache

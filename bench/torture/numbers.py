@@ -75,6 +75,9 @@ def _walk(random: Random, done: list[str]) -> None:
     done.append(make.__name__)
     net = network(random.randrange(100)).to(dtype)
     model = make(net, **options)
+    with torch.no_grad():  # or an untrained head would answer zero to everything
+        if make is afield.sngp:
+            model.head.weight.normal_()
     x, held, new = (part.to(dtype) for part in (x, held, new))
     for step in (0, 1):
         if step:

@@ -36,7 +36,7 @@ def make_record(
         "command": command,
         "seconds": round(seconds),
         "rows": rows,
-        "failures": failures[:50],
+        "failures": failures,
         "afield": __version__,
         "torch": torch.__version__,
         "numpy": np.__version__,
