@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from afield.backbones.normalize import IMAGENET_MEAN, IMAGENET_STD, Normalize
 from afield.backbones.resnet50 import BOUNDED, ResNet50
 from afield.backbones.wide_resnet import WideResNet
-from afield.bounds.spectral import Residual, bound, bounds_of
+from afield.bounds.residual import Residual
+from afield.bounds.spectral import bound, bounds_of
 from afield.methods import METHODS
 from afield.methods.dropout import SampledDropout
 from afield.model.convert import bound_layers

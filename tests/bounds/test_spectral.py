@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from afield.bounds.convolution import Convolution
-from afield.bounds.spectral import Residual, bound, bound_of, bounds_of, certified_norm, fold, operator_norm
+from afield.bounds.residual import Residual
+from afield.bounds.spectral import bound, bound_of, bounds_of, certified_norm, fold, operator_norm
 
 few = settings(deadline=None, max_examples=25)
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")  # torch's own

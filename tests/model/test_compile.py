@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import afield
-from afield.bounds.spectral import Residual
+from afield.bounds.residual import Residual
 
 pytestmark = [
     pytest.mark.slow,

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import afield
-from afield.bounds.spectral import Residual, bound_of, fold, operator_norm
+from afield.bounds.residual import Residual
+from afield.bounds.spectral import bound_of, fold, operator_norm
 from afield.errors import NotFitted
 from afield.gp.head import GaussianProcessHead
 from afield.model.evaluating import evaluating

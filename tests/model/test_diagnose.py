@@ -11,7 +11,8 @@ from scipy.stats import spearmanr
 from torch import Tensor, nn
 
 import afield
-from afield.bounds.spectral import Residual, bound
+from afield.bounds.residual import Residual
+from afield.bounds.spectral import bound
 from afield.model.diagnose import Lipschitz, certified, distance_correlation, measured, nearest_distance, spearman
 
 few = settings(deadline=None, max_examples=25)

@@ -7,7 +7,7 @@ With every W_l bounded by c < 1 each block changes distances by factors in [1 - 
 
 from torch import nn
 
-from afield.bounds.spectral import Residual
+from afield.bounds.residual import Residual
 
 
 class ResFFN(nn.Sequential):

@@ -6,7 +6,7 @@ A stem of 16 channels, three stages of 16, 32 and 64 times `width` channels with
 and third at half the size, then batch norm, ReLU and the mean over positions. As in the reference code, and other
 than in the original, the 1 x 1 convolution sees the block's input itself, not its activation.
 
-Blocks whose shortcut is the identity are `afield.spectral.Residual`. Dropout layers are always there, at rate zero if
+Blocks whose shortcut is the identity are `Residual`. Dropout layers are always there, at rate zero if
 none is asked for, so that `mc_dropout` can find them.
 """
 
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 
 from afield.backbones.normalize import CIFAR10_MEAN, CIFAR10_STD, Normalize
-from afield.bounds.spectral import Residual
+from afield.bounds.residual import Residual
 
 
 class WideResNet(nn.Sequential):

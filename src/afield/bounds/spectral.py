@@ -33,17 +33,6 @@ _FIRST_STEPS = 24  # of Lanczos: a start within a percent of the norm; training 
 _MEASURE_STEPS = 128
 
 
-class Residual(nn.Module):
-    """x + branch(x): with a branch of Lipschitz constant a < 1, distances change by factors in [1 - a, 1 + a]."""
-
-    def __init__(self, branch: nn.Module) -> None:
-        super().__init__()
-        self.branch = branch
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.branch(x)
-
-
 def bound(layer: Layer, c: float = 0.95) -> Layer:
     """Bound the operator norm of a layer's weights by c, in place; a layer bounded before gets the new c."""
     if not c > 0:

@@ -122,6 +122,9 @@ def _read_npz(path: Path, size: int) -> Iterator[np.ndarray]:
         if name not in names:
             found = ", ".join(n.removesuffix(".npy") for n in names)
             raise ValueError(f"{path.name} should hold an array named x, or a single one, it has: {found or 'none'}.")
+        info, whole = archive.getinfo(name), path.stat().st_size
+        if info.header_offset + info.compress_size > whole:
+            raise ValueError(f"{path.name} is damaged: its directory declares more bytes than the file has.")
         with archive.open(name) as file:
             version = np.lib.format.read_magic(file)
             if version not in _HEADER_READERS:
@@ -136,6 +139,8 @@ def _read_npz(path: Path, size: int) -> Iterator[np.ndarray]:
                 rows = min(size, shape[0] - begin)
                 content = file.read(rows * width)
                 yield np.frombuffer(content, dtype).reshape(rows, *shape[1:]).copy()
+            if file.read(1):  # and at its end the checksum is compared
+                raise ValueError(f"{path.name} is damaged: there is more in it than its header declares.")
 
 
 _ARRAY_READERS = {".npy": _read_npy, ".npz": _read_npz}

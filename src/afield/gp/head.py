@@ -83,8 +83,7 @@ class GaussianProcessHead(nn.Module):
         if not allowed.fewest <= out_features <= allowed.most:
             raise ValueError(f"A {likelihood} head expects {allowed.words}, got out_features={out_features}.")
         for name, value in (("ridge", ridge), ("amplitude", amplitude)):
-            if not 0 < value < math.inf:
-                raise ValueError(f"{name} must be positive and finite, got {value}.")
+            _check_range(name, value)
         self.in_features, self.out_features = in_features, out_features
         self.likelihood, self.covariance = likelihood, covariance
         self.curvature = choose_curvature(curvature, likelihood, covariance)
@@ -119,7 +118,7 @@ class GaussianProcessHead(nn.Module):
         # Sorted held-out scores, and the number of examples observed when they were taken.
         self.register_buffer("reference", torch.zeros(0, dtype=torch.float64))
         self.register_buffer("reference_count", torch.zeros((), dtype=torch.int64))
-        self._publishing, self._writing = Lock(), Lock()
+        self._writing, self._publishing = Lock(rank=0), Lock(rank=1)
 
     def _check_rank(self, rank: int, momentum: float | None) -> None:
         """A low rank is for many precisions that differ."""
@@ -272,6 +271,8 @@ class GaussianProcessHead(nn.Module):
         for name, value in values.items():
             if name not in SCALARS or not 0 < value < math.inf:
                 raise ValueError(f"set_scalars takes positive {', '.join(SCALARS)}, got {name}={value}.")
+            if name in ("ridge", "amplitude"):
+                _check_range(name, value)
         with self._publishing:
             for name, value in values.items():
                 setattr(self, name, torch.full_like(getattr(self, name), value))
@@ -370,3 +371,11 @@ class GaussianProcessHead(nn.Module):
             f"{self.in_features}, {self.out_features}, likelihood={self.likelihood!r}, "
             f"covariance={self.covariance!r}, curvature={self.curvature!r}, ridge={float(self.ridge):g}"
         )
+
+
+def _check_range(name: str, value: float) -> None:
+    """Beyond a million million the digits of a variance are gone, though no number is infinite yet."""
+    if not 0 < value < math.inf:
+        raise ValueError(f"{name} must be positive and finite, got {value}.")
+    if not 1e-12 <= value <= 1e12:
+        raise ValueError(f"{name} must lie between 1e-12 and 1e12, got {value:g}.")

@@ -16,10 +16,13 @@ _LOCKS: "weakref.WeakSet[Lock]" = weakref.WeakSet()
 
 
 class Lock:
-    """A re-entrant lock; a copy of it is another lock."""
+    """A re-entrant lock; a copy of it is another lock.
 
-    def __init__(self) -> None:
-        self._lock = threading.RLock()
+    rank  who holds a lock may take those of a higher rank: a fork, which takes all, does so in this order
+    """
+
+    def __init__(self, rank: int = 0) -> None:
+        self._lock, self.rank = threading.RLock(), rank
         _LOCKS.add(self)
 
     def __enter__(self) -> "Lock":
@@ -30,10 +33,10 @@ class Lock:
         self._lock.release()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Lock":
-        return Lock()
+        return Lock(self.rank)
 
-    def __reduce__(self) -> tuple[type["Lock"], tuple[()]]:
-        return Lock, ()
+    def __reduce__(self) -> tuple[type["Lock"], tuple[int]]:
+        return Lock, (self.rank,)
 
     def renew(self) -> None:
         """In a child process: the threads that held it are not there."""
@@ -68,7 +71,7 @@ _HELD: list[Lock] = []
 
 
 def _before_fork() -> None:
-    _HELD.extend(_LOCKS)
+    _HELD.extend(sorted(_LOCKS, key=lambda lock: lock.rank))
     for lock in _HELD:
         lock._lock.acquire()
 

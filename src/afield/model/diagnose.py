@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from afield.bounds.spectral import Residual, certified_norm
+from afield.bounds.residual import Residual
+from afield.bounds.spectral import certified_norm
 from afield.errors import NotFitted
 from afield.gp.head import GaussianProcessHead
 from afield.gp.low_rank import LowRank

@@ -11,7 +11,7 @@ from torch import nn
 
 from afield.gp.snapshot import Lock
 
-_LOCK = Lock()
+_LOCK = Lock(rank=2)
 
 
 _MODES: "weakref.WeakKeyDictionary[nn.Module, list[Any]]" = weakref.WeakKeyDictionary()  # [readers, modes]

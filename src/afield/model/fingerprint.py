@@ -82,7 +82,9 @@ def _entries(net: nn.Module, buffers: bool = True) -> Iterator[Entry]:
         if prefix.endswith("precision") and isinstance(_parent(net, prefix), GaussianProcessHead):
             continue
         random = isinstance(module, RandomFeatures)
-        for owner in (module._parameters, module._buffers if buffers or random else {}):
+        # Vectors of a spectral bound go on converging whenever a network runs in training mode: no change of weights.
+        bound = "parametrizations" in prefix.split(".")
+        for owner in (module._parameters, module._buffers if random or (buffers and not bound) else {}):
             for key, tensor in owner.items():
                 own = isinstance(module, GaussianProcessHead | RandomFeatures) and key in _POSTERIOR
                 if isinstance(tensor, Tensor) and not own and key not in _COUNTERS:

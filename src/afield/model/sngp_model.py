@@ -5,7 +5,7 @@ import dataclasses
 import math
 import sys
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TextIO
 
@@ -102,7 +102,7 @@ class SNGP(nn.Module):
         if len(args) == 1 and isinstance(args[0], Mapping):
             args, kwargs, _ = split_batch({**args[0], **kwargs}, device_of(self), net=self.net)
         with evaluating(self):
-            h = self.hidden(*args, **kwargs)
+            h = _without_infinity(self.hidden(*args, **kwargs), args or tuple(kwargs.values()))
             prediction = self.head.predict(h, predictive=predictive, num_samples=num_samples, generator=generator)
         if self.fingerprint is None or torch.compiler.is_compiling() or self.fingerprint.still_holds(self.net):
             return prediction
@@ -177,3 +177,11 @@ class SNGP(nn.Module):
             steps = sum(int(b.num_steps) for b in found.values())
             binding = sum(int(b.num_binding) for b in found.values()) / steps if steps else math.nan
             yield AuditRow(name or "(net)", kind, status, norm, next(iter(found.values())).c, binding)
+
+
+def _without_infinity(h: Tensor, inputs: Sequence[Any]) -> Tensor:
+    """NaN in the rows whose first input is not finite: an activation may hide it, and the row would pass as usual."""
+    x = next((value for value in inputs if isinstance(value, Tensor)), None)
+    if x is None or not x.is_floating_point() or x.dim() < 2 or len(x) != len(h):
+        return h
+    return h.masked_fill(~torch.isfinite(x).flatten(1).all(1, keepdim=True), math.nan)

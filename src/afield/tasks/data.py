@@ -6,7 +6,6 @@ accepted only if its hash is the one written here. Tars are unpacked, `fetch("CI
 own: `SOURCES["mine/x.npz"] = Source(url, "sha256:...")`.
 """
 
-import gzip
 import importlib.util
 import lzma
 import os
@@ -183,7 +182,7 @@ def unpack(archive: Path, folder: Path, source: str) -> None:
                 tar.extract(member, folder, filter="data")
     except DataDamaged as error:
         raise DataDamaged(f"{source} was not unpacked: it holds {error}.") from error
-    except (tarfile.TarError, EOFError, ValueError, zlib.error, lzma.LZMAError, gzip.BadGzipFile) as error:
+    except (tarfile.TarError, EOFError, ValueError, zlib.error, lzma.LZMAError, OSError) as error:
         raise DataDamaged(f"{source} is not a readable tar ({type(error).__name__}: {error}).") from error
 
 
