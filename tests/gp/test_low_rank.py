@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import afield
 from afield.deploy.export import export
 from afield.deploy.traced import Graph, Inputs
-from afield.errors import NotFitted
+from afield.errors import NotFitted, StaleWarning
 from afield.gp.head import GaussianProcessHead
 from afield.gp.low_rank import LowRank
 from afield.gp.precision import Precision
@@ -327,7 +327,9 @@ def test_copies_and_dtypes():
     assert torch.equal(single.half().head.precision.kept, kept)
     back = single.double()
     assert back.head.precision.kept.dtype == torch.float64
-    torch.testing.assert_close(back.predict(x).variance, wanted, rtol=2e-3, atol=0)
+    with pytest.warns(StaleWarning):  # half precision has changed the weights
+        again = back.predict(x).variance
+    torch.testing.assert_close(again, wanted, rtol=2e-3, atol=0)
 
 
 def test_the_variance_has_gradients():

@@ -68,8 +68,8 @@ def digest(net: nn.Module, *, buffers: bool = True) -> str:
     total = hashlib.blake2b(digest_size=16)
     for entry in sorted(_entries(net, buffers), key=lambda entry: entry.name):
         tensor = entry.tensor.detach().cpu()
-        if tensor.is_floating_point():  # a wider type holds the same numbers, a narrower one does not
-            tensor = tensor.double()
+        if tensor.is_floating_point():  # float32 and float64 are the same to it, half precision is not
+            tensor = tensor.float()
         tensor = tensor.contiguous()
         total.update(f"{entry.name} {tuple(tensor.shape)};".encode())
         if tensor.numel():
