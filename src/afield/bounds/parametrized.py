@@ -5,13 +5,14 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules import module as hooks
+from torch.nn.modules.module import _has_any_global_hook as any_global_hook
 from torch.nn.utils import parametrize
 
 from afield.bounds import optimizer_steps
 from afield.bounds.weight_cache import KeptWeight, make_and_keep, plain_evaluation
 
 _KEPT = "_kept_"  # and the name of the tensor: where a layer has its `KeptWeight`
+_KEPT_WEIGHT = _KEPT + "weight"
 _CONVOLUTIONS = (nn.Conv1d.forward, nn.Conv2d.forward, nn.Conv3d.forward)
 
 
@@ -52,22 +53,31 @@ def _call(layer: Any, *args: Any, **kwargs: Any) -> Any:
 
     In evaluation the hook has nothing to do once the input size is known, and costs a third of a small layer.
     """
-    kept: KeptWeight | None = layer.__dict__.get(_KEPT + "weight")
+    own = layer.__dict__
+    kept: KeptWeight | None = own.get(_KEPT_WEIGHT)
     if (
         kept is None
         or torch.compiler.is_compiling()
         or kwargs
         or len(args) != 1
-        or [getattr(hook, "__self__", None) for hook in layer._forward_pre_hooks.values()] != [kept.source]
-        or layer._forward_hooks
-        or layer._backward_hooks
-        or layer._backward_pre_hooks
-        or hooks._has_any_global_hook()
+        or own["_forward_hooks"]
+        or own["_backward_hooks"]
+        or own["_backward_pre_hooks"]
+        or any_global_hook()
         or not plain_evaluation()
         or not kept.stands()
+        or not _has_one_hook(own["_forward_pre_hooks"], kept)
     ):
         return nn.Module._call_impl(layer, *args, **kwargs)
     return layer._conv_forward(args[0], kept.value, layer.bias)
+
+
+def _has_one_hook(found: dict[int, Any], kept: KeptWeight) -> bool:
+    """Whether the bound's own hook is the only one."""
+    if len(found) != 1:
+        return False
+    (hook,) = found.values()
+    return getattr(hook, "__self__", None) is kept.source
 
 
 def _reduce(layer: nn.Module, _: Any) -> tuple[Any, ...]:

@@ -15,6 +15,9 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch._C import _get_tracing_state as tracing_state
+from torch._C import _len_torch_dispatch_stack as dispatch_modes
+from torch._C._functorch import peek_interpreter_stack as transforms
 from torch.nn.utils import parametrize
 
 from afield.bounds import optimizer_steps
@@ -113,11 +116,7 @@ def plain_evaluation() -> bool:
 
 def followed() -> bool:
     """Whether something looks at every operation: a trace, vmap and its kin, a dispatch mode."""
-    return bool(
-        torch._C._get_tracing_state() is not None
-        or torch._C._functorch.peek_interpreter_stack() is not None
-        or torch._C._len_torch_dispatch_stack()
-    )
+    return bool(tracing_state() is not None or transforms() is not None or dispatch_modes())
 
 
 def _plain(tensor: Tensor | None) -> bool:
