@@ -27,6 +27,7 @@ from torch import Tensor
 from afield.errors import NoBetterThanGuessing, NotFitted
 from afield.gp.head import GaussianProcessHead
 from afield.gp.likelihoods import LIKELIHOODS, Likelihood
+from afield.gp.line_search import brent, golden_section, minimize_near
 from afield.model.batches import Field, Inputs
 from afield.model.evaluating import evaluating
 from afield.model.hidden import Hidden, check_target
@@ -37,11 +38,11 @@ from afield.prediction.predictive import MEAN_FIELD_FACTOR
 
 STANDARD_ERRORS = 1.645  # by which a mean exceeds another in one case of twenty
 _FEWEST = 20
+_DECADES = 3.0  # from its start to either side, in which the nuisance parameter is looked for
 # a^2 pi/8 times the median variance, for classes: beyond 10 the shrinkage has its limiting shape, where a larger
 # amplitude with a larger scale gives the same probabilities.
 _RELATIVE_GRID = np.logspace(-1, 1, 25)
 _ABSOLUTE_GRID = np.logspace(-4, 4, 33)
-_GOLDEN = (3 - math.sqrt(5)) / 2
 _CACHED = 2**18  # numbers that the processor's cache holds
 
 
@@ -55,9 +56,10 @@ class Objective:
     weight: Tensor | None  # (N,) of the examples; None: 1
     outputs: Tensor  # (N, K) of the network
     prior: Callable[[float, float], float] = lambda t, a2: 0.0  # -log prior of t, worth one observation or so
+    exact_loss: Callable[[float, float], Tensor] | None = None  # as the predictive has it, to the last bit; None: loss
 
-    def total(self, t: float, a2: float) -> float:
-        losses = self.loss(t, a2)
+    def total(self, t: float, a2: float, *, exact: bool = False) -> float:
+        losses = (self.exact_loss if exact and self.exact_loss is not None else self.loss)(t, a2)
         return float(self.mean(losses)) + self.prior(t, a2) / self.count(losses)
 
     def count(self, losses: Tensor) -> float:
@@ -187,7 +189,16 @@ def _choose(objective: Objective, *, largest: bool) -> tuple[float, float, float
     error = objective.standard_error(difference)
     allowed = torch.nonzero(objective.mean(difference) <= STANDARD_ERRORS * error + 1e-12).flatten().tolist()
     pick = max(allowed) if largest else min(allowed, key=lambda i: abs(math.log(grid[i])))
-    return nuisance[pick], math.sqrt(grid[pick]), float(mean[pick])
+    settled = _settle(objective, grid[pick])
+    return settled, math.sqrt(grid[pick]), float(objective.mean(objective.loss(settled, grid[pick])))
+
+
+def _settle(objective: Objective, a2: float) -> float:
+    """The nuisance parameter for the amplitude that was chosen, to the last bit by one procedure: records reproduce."""
+    center, reach = math.log(objective.start), _DECADES * math.log(10)
+    return math.exp(
+        golden_section(lambda t: objective.total(math.exp(t), a2, exact=True), center - reach, center + reach)
+    )
 
 
 def _warn_of_guessing(head: GaussianProcessHead, objective: Objective, losses: Tensor, target: Tensor) -> None:
@@ -227,70 +238,22 @@ def _constant_loss(likelihood: Likelihood, objective: Objective, target: Tensor)
     return likelihood.predictive_loss(rate, torch.zeros_like(rate), 0.0, target)
 
 
-def _minimize(objective: Objective, a2: float, *, guess: float | None, decades: float = 3.0) -> float:
+def _minimize(objective: Objective, a2: float, *, guess: float | None) -> float:
     """The nuisance parameter within 1000-fold of the start that minimises the objective; the better the guess, the
     fewer losses are computed."""
 
     def fn(log_t: float) -> float:
         return objective.total(math.exp(log_t), a2)
 
-    center, reach = math.log(objective.start), decades * math.log(10)
+    center, reach = math.log(objective.start), _DECADES * math.log(10)
     low, high = center - reach, center + reach
     if guess is not None:
-        found = _close_by(fn, math.log(guess))
+        found = minimize_near(fn, math.log(guess))
         if found is not None and low < found < high:
             return math.exp(found)
     if fn(low) == fn(center) == fn(high):  # the likelihood has nothing to calibrate beside the amplitude
         return objective.start
-    return math.exp(_brent(fn, low, center, high))
-
-
-def _close_by(fn: Callable[[float], float], guess: float, *, step: float = 0.03, trials: int = 4) -> float | None:
-    """The minimum near a guess, by a cubic through four points: off by about step^3 / 24; None where there is none."""
-    places = np.array([-1.5, -0.5, 0.5, 1.5])
-    for _ in range(trials):
-        _, b, c, a = np.linalg.solve(np.vander(places, increasing=True), [fn(guess + step * x) for x in places])
-        root = c * c - 3 * a * b  # of 3 a x^2 + 2 c x + b, the cubic's slope
-        if c <= 0 or root < 0:
-            return None
-        offset = float(-b / (c + math.sqrt(root)))
-        guess += step * max(-8.0, min(8.0, offset))
-        if abs(offset) < 2:
-            return guess
-    return None
-
-
-def _brent(fn: Callable[[float], float], low: float, start: float, high: float, *, tolerance: float = 1e-6) -> float:
-    """The minimum of a function with one minimum between low and high (Brent 1973, chapter 5).
-
-    Parabolas through the three best points, and golden sections where a parabola does not help.
-    """
-    best = second = third = start
-    at_best = at_second = at_third = fn(start)
-    step = last = 0.0
-    while abs(best - (low + high) / 2) > 2 * tolerance - (high - low) / 2:
-        # The parabola's minimum is at best + p / q.
-        r, q = (best - second) * (at_best - at_third), (best - third) * (at_best - at_second)
-        p, q = (best - third) * q - (best - second) * r, 2 * (q - r)
-        p, q = (-p, q) if q > 0 else (p, -q)
-        if abs(last) > tolerance and abs(p) < abs(q * last / 2) and q * (low - best) < p < q * (high - best):
-            last, step = step, p / q
-        else:
-            last = (low if best >= (low + high) / 2 else high) - best
-            step = _GOLDEN * last
-        at = best + (step if abs(step) >= tolerance else math.copysign(tolerance, step))
-        value = fn(at)
-        if value <= at_best:
-            low, high = (best, high) if at >= best else (low, best)
-            second, third, at_second, at_third = best, second, at_best, at_second
-            best, at_best = at, value
-            continue
-        low, high = (at, high) if at < best else (low, at)
-        if value <= at_second or second == best:
-            second, third, at_second, at_third = at, second, value, at_second
-        elif value <= at_third or third in (best, second):
-            third, at_third = at, value
-    return best
+    return math.exp(brent(fn, low, center, high))
 
 
 def _unit_posterior(head: GaussianProcessHead, hidden: Tensor) -> tuple[Tensor, Tensor]:
@@ -326,7 +289,7 @@ def _objective(head: GaussianProcessHead, hidden: Tensor, target: Tensor, weight
         """Log-normal on s / sqrt(1 + pi/8 a^2 v), v at its median: s stays finite where nothing is misclassified."""
         return 0.5 * math.log(s / math.sqrt(1 + a2 * middle)) ** 2
 
-    return Objective(loss, _RELATIVE_GRID / middle, 1.0, weight, mean, prior)
+    return Objective(loss, _RELATIVE_GRID / middle, 1.0, weight, mean, prior, any_loss)
 
 
 def _shared_loss(mean: Tensor, variance: Tensor, target: Tensor) -> Callable[[float, float], Tensor]:
