@@ -16,14 +16,7 @@ from bench.torture.mutations import mutate
 from bench.torture.worker import inject_here
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-OPEN = {  # what is known to be wrong, until it is mended
-    "tars": "unpack passes on errors of the file system",
-    "numbers": "rows with infinity are accepted, huge amplitudes give an infinite variance",
-}
-CHEAP = [
-    pytest.param(name, marks=[pytest.mark.xfail(reason=OPEN[name], strict=False)] if name in OPEN else [])
-    for name in ("bits", "edits", "pickles", "tables", "tars", "numbers")
-]
+CHEAP = ("bits", "edits", "pickles", "tables", "tars", "numbers")
 
 
 @pytest.mark.parametrize("name", CHEAP)

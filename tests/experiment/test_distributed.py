@@ -28,6 +28,7 @@ pytest.importorskip("lightning.fabric", reason='needs pip install "afield[lightn
 import afield
 from afield.bounds.spectral import bound_of
 from afield.cli.main import main
+from afield.errors import NoBetterThanGuessing
 from afield.experiment import distributed, launch, run_folder
 from afield.experiment.config import Config
 from afield.experiment.launch import Processes, connect, free_port
@@ -155,6 +156,7 @@ def worker(rank: int, folder: Path, port: str) -> None:
     """Everything that two processes do, on one of them; what came out is in files."""
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", LIGHTNINGS_OWN)
+    warnings.simplefilter("ignore", NoBetterThanGuessing)  # trainings of an epoch or two
     os.environ |= {"LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     ddp = connect(Processes(2, accelerator="cpu"))
     assert (ddp.global_rank, ddp.world_size) == (rank, 2)
