@@ -28,7 +28,7 @@ def per_output(variance: Tensor, logits: Tensor) -> Tensor:
 
 def shrink(logits: Tensor, variance: Tensor) -> Tensor:
     """m / sqrt(1 + pi/8 v): the logits (N, K) whose softmax or sigmoid is the mean-field probability."""
-    return logits / torch.sqrt(1 + MEAN_FIELD_FACTOR * per_output(variance, logits))
+    return logits / per_output(torch.sqrt(1 + MEAN_FIELD_FACTOR * variance), logits)
 
 
 def to_probs(logits: Tensor) -> Tensor:
