@@ -1,6 +1,6 @@
 """Numbers from 1e-30 to 1e30, NaN, infinity, constant features, missing classes, half precision.
 
-Right are finite probabilities that sum to one for every finite row, a finite variance, and `accept` that refuses the
+Right are finite probabilities that sum to one for every finite row, uniform where the variance overflows, and `accept` that refuses the
 other rows; or a message.
 """
 
@@ -102,7 +102,11 @@ def _check(p: Prediction, finite: Tensor) -> None:
         raise Wrong(f"{int((~probs[finite].isfinite().all(-1)).sum())} finite rows have probabilities that are not")
     if ((probs[finite].sum(-1) - 1).abs() > tolerance).any():
         raise Wrong(f"probabilities sum to {probs[finite].sum(-1).tolist()[:3]}")
-    if variance is not None and not (variance[finite].isfinite().all() and (variance[finite] >= 0).all()):
-        raise Wrong(f"a variance of finite rows is not, or negative: {variance[finite].tolist()[:3]}")
+    if variance is not None:
+        rows, chance = variance[finite], 1 / probs.shape[1]
+        if not (rows >= 0).all():
+            raise Wrong(f"a variance of finite rows is NaN or negative: {rows.tolist()[:3]}")
+        if not (probs[finite][rows.isinf()] - chance).abs().le(1e-3).all():
+            raise Wrong("a row of infinite variance has a class that it prefers")
     if p.p_value is not None and bool(p.accept(0.1)[~finite].any()):
         raise Wrong("a row that is not finite was accepted")
