@@ -1,7 +1,7 @@
 """Numbers from 1e-30 to 1e30, NaN, infinity, constant features, missing classes, half precision.
 
-Right are finite probabilities that sum to one for every finite row, uniform where the variance overflows, and `accept` that refuses the
-other rows; or a message.
+Right are finite probabilities that sum to one for every finite row, uniform where the variance overflows, and `accept`
+that refuses the other rows; or a message.
 """
 
 import math
