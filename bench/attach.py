@@ -140,7 +140,7 @@ def fitted(linear: nn.Linear, train: list[tuple[Tensor, Tensor]]) -> tuple[dict[
     models = {"attach": afield.attach(linear)}
     afield.fit_posterior(models["attach"], train)
     between = time.perf_counter()
-    models["fit_head"] = afield.sngp(linear, None, freeze=True, normalize_input="standardize")
+    models["fit_head"] = afield.sngp(linear, None, freeze=True, geometry="standardized")
     afield.fit_head(models["fit_head"], train)
     afield.fit_posterior(models["fit_head"], train)
     end = time.perf_counter()

@@ -2,13 +2,14 @@
 
 import pytest
 
-from afield.gp.features import KERNELS, NORMALIZERS
+from afield.gp.features import KERNELS
+from afield.gp.geometry import GEOMETRIES
 from afield.gp.likelihoods import LIKELIHOODS
 from afield.prediction.predictive import PREDICTIVES
 from afield.prediction.scores import SCORES
 from afield.registry import Registry, UnknownName
 
-REGISTRIES = {r.kind: r for r in (KERNELS, NORMALIZERS, LIKELIHOODS, PREDICTIVES, SCORES)}
+REGISTRIES = {r.kind: r for r in (KERNELS, GEOMETRIES, LIKELIHOODS, PREDICTIVES, SCORES)}
 
 
 @pytest.fixture

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from scipy import stats
 from sklearn.gaussian_process import kernels as sklearn_kernels
 
-from afield.gp.features import KERNELS, LENGTH_SCALE_FRACTION, NORMALIZERS, RandomFeatures, median_distance
+from afield.gp.features import KERNELS, LENGTH_SCALE_FRACTION, RandomFeatures, median_distance
+from afield.gp.geometry import GEOMETRIES
 from afield.registry import UnknownName
 
 few = settings(deadline=None, max_examples=25)
@@ -209,9 +210,9 @@ def test_first_training_batch_sets_the_length_scale_and_later_ones_do_not():
     assert same_scales(features, before)
 
 
-@pytest.mark.parametrize("normalize_input", [None, *NORMALIZERS])
-def test_evaluation_before_training_stores_nothing(normalize_input):
-    features = RandomFeatures(8, 16, normalize_input=normalize_input).eval()
+@pytest.mark.parametrize("geometry", GEOMETRIES)
+def test_evaluation_before_training_stores_nothing(geometry):
+    features = RandomFeatures(8, 16, geometry=geometry).eval()
     before = {name: b.clone() for name, b in features.named_buffers()}
     for rows in (24, 1):
         assert bool(torch.isfinite(features(points(rows).float())).all())
@@ -230,9 +231,9 @@ def test_a_length_scale_from_the_data_makes_features_blind_to_the_unit_of_measur
     torch.testing.assert_close(phi[1], phi[0], rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("normalize_input", [None, *NORMALIZERS])
-def test_a_fixed_length_scale_is_honoured_as_given(normalize_input):
-    features = RandomFeatures(8, 16, length_scale=0.7, normalize_input=normalize_input)
+@pytest.mark.parametrize("geometry", GEOMETRIES)
+def test_a_fixed_length_scale_is_honoured_as_given(geometry):
+    features = RandomFeatures(8, 16, length_scale=0.7, geometry=geometry)
     features(points().float())
     features.adapt(100 * points().float())
     assert features.adapted
@@ -251,11 +252,11 @@ def test_a_first_batch_without_distances_raises_and_stores_nothing(first):
     assert features.adapted
 
 
-@pytest.mark.parametrize("normalize_input", [None, *NORMALIZERS])
-def test_state_dict_keeps_the_length_scale_and_the_moments(normalize_input):
-    trained = RandomFeatures(8, 16, normalize_input=normalize_input, generator=seed(0))
+@pytest.mark.parametrize("geometry", GEOMETRIES)
+def test_state_dict_keeps_the_length_scale_and_the_moments(geometry):
+    trained = RandomFeatures(8, 16, geometry=geometry, generator=seed(0))
     trained(points().float())
-    fresh = RandomFeatures(8, 16, normalize_input=normalize_input, generator=seed(1))
+    fresh = RandomFeatures(8, 16, geometry=geometry, generator=seed(1))
     fresh.load_state_dict(trained.state_dict())
     assert fresh.adapted
     other = 3 * points(number=1).float()
@@ -279,18 +280,22 @@ def test_an_unadapted_state_never_makes_a_fixed_length_scale_nan():
 # Normalisation of the input -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("normalize_input", NORMALIZERS)
-def test_normalised_features_are_features_of_the_normalised_vector(normalize_input):
-    features = RandomFeatures(8, 32, normalize_input=normalize_input, generator=seed(0)).double()
+@pytest.mark.parametrize("geometry", GEOMETRIES)
+def test_normalised_features_are_features_of_the_normalised_vector(geometry):
+    features = RandomFeatures(8, 32, geometry=geometry, generator=seed(0)).double()
     h = 3 + 2 * points()
     phi = features(h)
-    plain = RandomFeatures(8, 32, generator=seed(0)).double()
-    torch.testing.assert_close(phi, plain(NORMALIZERS[normalize_input](h, features.shift, features.gain)))
+    space = GEOMETRIES[geometry]
+    z = space.map(h)
+    if space.standardized:
+        z = (z - z.mean(0)) / z.std(0, correction=0)
+    plain = RandomFeatures(8 + space.extra, 32, generator=seed(0)).double()
+    torch.testing.assert_close(phi, plain(z))
 
 
 def test_layer_and_unit_norm_lose_the_radius():
     h = points()
-    layer, unit = (RandomFeatures(8, 32, normalize_input=n, length_scale=1.0).double() for n in ("layer", "unit"))
+    layer, unit = (RandomFeatures(8, 32, geometry=n, length_scale=1.0).double() for n in ("layer", "unit"))
     torch.testing.assert_close(layer(50 * h + 3), layer(h), rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(unit(50 * h), unit(h), rtol=1e-10, atol=1e-10)
 
@@ -300,14 +305,14 @@ def test_layer_and_unit_norm_lose_the_radius():
 def test_standardized_features_are_blind_to_the_unit_of_each_hidden_unit(number):
     shift, gain = 10 * torch.randn(8, generator=seed(number)), torch.rand(8, generator=seed(number)) + 0.1
     phi = [
-        RandomFeatures(8, 16, normalize_input="standardize", generator=seed(0)).double()(h)
+        RandomFeatures(8, 16, geometry="standardized", generator=seed(0)).double()(h)
         for h in (points(), points() * gain.double() + shift.double())
     ]
     torch.testing.assert_close(phi[1], phi[0], rtol=1e-8, atol=1e-8)
 
 
 def test_standardize_takes_the_moments_of_the_first_batch():
-    features = RandomFeatures(8, 16, normalize_input="standardize").double()
+    features = RandomFeatures(8, 16, geometry="standardized").double()
     h = 5 + 3 * points()
     features(h)
     torch.testing.assert_close(features.shift, h.mean(0))
@@ -315,7 +320,7 @@ def test_standardize_takes_the_moments_of_the_first_batch():
 
 
 def test_given_moments_take_the_place_of_the_batch_moments():
-    features = RandomFeatures(8, 16, normalize_input="standardize").double()
+    features = RandomFeatures(8, 16, geometry="standardized").double()
     mean, std = torch.arange(8.0).double(), torch.arange(1.0, 9.0).double()
     features.adapt(points(), moments=(mean, std))
     torch.testing.assert_close(features.shift, mean)
@@ -325,25 +330,25 @@ def test_given_moments_take_the_place_of_the_batch_moments():
 
 
 @pytest.mark.parametrize("jitter", [0.0, 1e-9], ids=["constant", "nearly constant"])
-def test_a_dead_unit_keeps_its_own_scale_and_counts_when_it_wakes(jitter):
-    features = RandomFeatures(8, 16, normalize_input="standardize").double()
+def test_a_dead_unit_has_the_scale_of_the_liveliest_and_counts_when_it_wakes(jitter):
+    features = RandomFeatures(8, 16, geometry="standardized").double()
     h = points()
     h[:, 2] = jitter * h[:, 2]
     features(h)
-    assert float(features.gain[2]) == 1.0
+    assert float(features.gain[2]) == float(1 / h.std(0, correction=0).max())
     awake = h.clone()
     awake[:, 2] = 4.0
     assert float((features(awake) - features(h)).abs().max()) > 0.05
 
 
 def test_all_units_dead_with_a_fixed_length_scale_is_finite():
-    features = RandomFeatures(8, 16, normalize_input="standardize", length_scale=1.0)
+    features = RandomFeatures(8, 16, geometry="standardized", length_scale=1.0)
     assert bool(torch.isfinite(features(torch.ones(5, 8))).all())
     assert torch.equal(features.gain, torch.ones(8))
 
 
 def test_a_first_batch_with_nan_never_poisons_the_moments():
-    features = RandomFeatures(8, 16, normalize_input="standardize", length_scale=1.0)
+    features = RandomFeatures(8, 16, geometry="standardized", length_scale=1.0)
     broken = points().float()
     broken[3, 2] = math.nan
     with pytest.raises(ValueError, match="finite"):
@@ -411,8 +416,8 @@ def test_projection_must_not_widen(projection):
 def test_unknown_names_are_answered_with_the_nearest():
     with pytest.raises(UnknownName, match=r"Unknown kernel 'rfb'. Did you mean 'rbf'"):
         RandomFeatures(8, 16, kernel="rfb")
-    with pytest.raises(UnknownName, match=r"Unknown input normalisation 'standardise'. Did you mean 'standardize'"):
-        RandomFeatures(8, 16, normalize_input="standardise")
+    with pytest.raises(UnknownName, match=r"Unknown geometry 'standardised'. Did you mean 'standardized'"):
+        RandomFeatures(8, 16, geometry="standardised")
 
 
 def test_repr_says_where_the_length_scale_comes_from():

@@ -88,7 +88,8 @@ def network(number: int = 0, classes: int = K) -> nn.Sequential:
 
 
 def model_of(rank: int | None = RANK, classes: int = K, number: int = 0, **options: Any) -> afield.SNGP:
-    options = {"num_random_features": 24, "length_scale": 1.5, "ridge": 0.1, "generator": seed(number)} | options
+    default = {"num_random_features": 24, "length_scale": 1.5, "ridge": 0.1, "generator": seed(number)}
+    options = default | {"variance_features": "same"} | options
     model = afield.sngp(network(number, classes), covariance="per_class", rank=rank, **options)
     nn.init.normal_(model.head.weight, std=3.0, generator=seed(1))
     return model.eval()

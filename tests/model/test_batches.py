@@ -235,7 +235,8 @@ def test_predict_takes_a_loader() -> None:
         found = model.predict(loader)
         assert len(found) == 40
         for name, value in expected.numpy().items():
-            np.testing.assert_allclose(found.numpy()[name], value, rtol=1e-4, atol=1e-6)
+            rank = 1.01 * expected.smallest_p_value  # which the last digits of a score may cost
+            np.testing.assert_allclose(found.numpy()[name], value, rtol=1e-4, atol=rank if name == "p_value" else 1e-4)
     with pytest.raises(ValueError, match="predict got an empty loader"):
         model.predict(iter([]))
     with pytest.raises(ValueError, match=GUESS):

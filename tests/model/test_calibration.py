@@ -87,16 +87,18 @@ def test_an_overconfident_classifier_becomes_calibrated():
     assert ece(after, y) < 0.03
 
 
-def test_the_losses_it_reports_are_log_losses_of_the_model_before_and_after():
+@pytest.mark.parametrize(("score", "fitted", "reference"), [(None, 900, 450), ("dempster_shafer", 600, 300)])
+def test_the_losses_it_reports_are_log_losses_of_the_model_before_and_after(score, fitted, reference):
+    """The joined score does not depend on the parameters, which may then come from all of the data."""
     model, loader = overconfident(), [held_out(900)]
-    fit = torch.randperm(900, generator=seed())[:600]
+    fit = torch.randperm(900, generator=seed())[:fitted]
     x, y = (t[fit] for t in loader[0])
     before = log_loss(model.predict(x), y)
-    found = afield.calibrate(model, loader)
+    found = afield.calibrate(model, loader, score=score)
     assert found.loss_before == pytest.approx(before, rel=1e-9)
     assert found.loss == pytest.approx(log_loss(model.predict(x), y), rel=1e-9)
-    assert (found.num_fitted, found.num_reference) == (600, 300)
-    assert found.smallest_p_value == 1 / 301
+    assert (found.num_fitted, found.num_reference) == (fitted, reference)
+    assert found.smallest_p_value == 1 / (reference + 1)
 
 
 @pytest.mark.parametrize("factor", [0.2, 1.0, 5.0])
@@ -113,21 +115,22 @@ def test_the_confidence_of_the_labels_is_recovered_whatever_the_networks_own(fac
 
 def test_scale_and_amplitude_are_recovered_where_the_data_shows_both():
     """Held-out inputs at all distances, labels drawn from the model's own predictive with known parameters."""
-    truth = attached(dense(gain=3.0), length_scale=3.0)
+    options: dict[str, Any] = {"geometry": "standardized", "length_scale": 3.0}
+    truth = attached(dense(gain=3.0), **options)
     truth.head.set_scalars(logit_scale=0.8, amplitude=6.0)
 
     def sample(n: int, number: int) -> tuple[Tensor, Tensor]:
         x = normal(n, 4, number=number) * torch.rand(n, 1, generator=seed(number), dtype=torch.float64) * 3
         return x, draw(truth.predict(x).probs, number)
 
-    model = attached(dense(gain=3.0), length_scale=3.0)
+    model = attached(dense(gain=3.0), **options)
     afield.calibrate(model, [sample(20_000, 1)])
     x, _ = sample(1000, 2)
     p, q = truth.predict(x), model.predict(x)
     assert float(model.head.logit_scale) == pytest.approx(0.8, rel=0.25)
     assert 6.0 * 0.8 < float(model.head.amplitude) < 6.0 * 2
     divergence = (p.probs * (p.probs / q.probs).log()).sum(-1).mean()
-    plain = attached(dense(gain=3.0), length_scale=3.0).predict(x).probs
+    plain = attached(dense(gain=3.0), **options).predict(x).probs
     assert float(divergence) < 0.002
     assert float(divergence) < 0.02 * float((p.probs * (p.probs / plain).log()).sum(-1).mean())
 
@@ -351,12 +354,21 @@ def test_p_values_are_valid_over_repeated_splits():
     np.testing.assert_array_equal(alarms, rates)
 
 
-def test_scores_that_chose_their_own_parameters_are_not_among_the_references():
-    """The parts are disjoint: references are the scores of the last third of the permutation, and only of those."""
+@pytest.mark.parametrize(("score", "first"), [(None, 45), ("dempster_shafer", 60), ("variance", 60), ("energy", 60)])
+def test_rows_that_fix_the_score_are_not_among_the_references(score, first):
+    """The parts are disjoint: references are the scores of the last rows of the permutation, and only of those."""
     model, (x, y) = overconfident(), held_out(90)
-    afield.calibrate(model, [(x, y)])
-    rest = torch.randperm(90, generator=seed())[60:]
-    torch.testing.assert_close(model.head.reference, model.predict(x[rest]).score().sort().values, rtol=1e-9, atol=0)
+    afield.calibrate(model, [(x, y)], score=score)
+    order = torch.randperm(90, generator=seed())
+    p = model.predict(x[order[first:]])
+    assert p.default_score == (score or "joined")
+    torch.testing.assert_close(model.head.reference, p.score().sort().values, rtol=1e-9, atol=0)
+    torch.testing.assert_close(p.score(), p.score(score or "joined"), rtol=0, atol=0)
+    if score is None:  # neither scale nor amplitude is in it, and nothing of the reference
+        again = overconfident()
+        afield.calibrate(again, [(x, y)], amplitude=7.0)
+        again.head.joined_score.fit(again.head.sources(*again.head.posterior(x[order[:first]]), x[order[:first]]))
+        torch.testing.assert_close(again.predict(x).joined, model.predict(x).joined, rtol=1e-9, atol=1e-12)
 
 
 def test_p_values_go_with_any_change_of_the_posterior_and_come_back_with_calibration():
@@ -394,7 +406,7 @@ def test_an_alpha_finer_than_the_reference_is_refused():
     found = afield.calibrate(model, [held_out(90)])
     with pytest.raises(ValueError, match=r"finer.*at least 99 reference examples"):
         model.predict(normal(3, 4)).accept(0.01)
-    assert found.smallest_p_value == model.predict(normal(3, 4)).smallest_p_value == 1 / 31
+    assert found.smallest_p_value == model.predict(normal(3, 4)).smallest_p_value == 1 / 46
 
 
 # Determinism and side effects ------------------------------------------------------------------------------------
@@ -432,7 +444,7 @@ def test_only_the_scalars_and_the_reference_change_and_modes_come_back():
     after = state(model)
     assert [m.training for m in model.modules()] == modes
     changed = {k.rpartition(".")[2] for k in after if before[k] != after[k]}
-    assert changed <= {"amplitude", "logit_scale", "reference", "reference_count"}
+    assert changed <= {"amplitude", "logit_scale", "reference", "reference_count", "knots", "excess"}
     assert {"amplitude", "logit_scale", "reference"} <= changed
 
 
@@ -533,7 +545,7 @@ def test_a_model_that_is_no_better_than_the_uniform_guess_is_told():
     x, y = normal(300, 4, number=1), torch.randint(3, (300,), generator=seed(5))
     with pytest.warns(
         NoBetterThanGuessing,
-        match=r"On 200 held-out examples .* no better than guessing: its log loss of [\d.]+ cannot be told from 1\.099 "
+        match=r"On 300 held-out examples .* no better than guessing: its log loss of [\d.]+ cannot be told from 1\.099 "
         r"\(log 3, that of the uniform guess\), and its accuracy of 0\.\d+ cannot be told from chance\. Is the network",
     ):
         afield.calibrate(model, [(x, y)])
@@ -577,9 +589,9 @@ def test_a_model_that_knows_something_is_not(likelihood, recwarn):
 def test_an_alpha_finer_than_the_reference_is_refused_by_policies_exports_and_scoring_too():
     model = overconfident()
     x, y = held_out(60)
-    afield.calibrate(model, [(x, y)])  # 20 references
+    afield.calibrate(model, [(x, y)])  # 30 references
     prediction = model.predict(x)
-    message = r"alpha = 0\.01 is finer than the held-out data can tell: the smallest p-value is 0\.047619"
+    message = r"alpha = 0\.01 is finer than the held-out data can tell: the smallest p-value is 0\.0322581"
     for refused in (
         lambda: afield.policy(false_alarms=0.01).decide(prediction),
         lambda: afield.policy(prediction, false_alarms=0.01),

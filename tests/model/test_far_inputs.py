@@ -18,7 +18,7 @@ OUTPUTS = {"categorical": 3, "bernoulli": 1, "gaussian": 1, "poisson": 1}
 @pytest.mark.parametrize("likelihood", OUTPUTS)
 @pytest.mark.parametrize(
     "options",
-    [{}, {"kernel": "matern32"}, {"kernel": "arccos"}, {"normalize_input": "layer"}, {"normalize_input": "unit"}],
+    [{}, {"kernel": "matern32"}, {"kernel": "arccos"}, {"geometry": "layer"}, {"geometry": "unit"}],
     ids=["rbf", "matern", "arccos", "layer", "unit"],
 )
 def test_no_scale_of_the_inputs_gives_nan(options: dict[str, Any], likelihood: str, convert: Any, dtype: torch.dtype):
@@ -39,7 +39,7 @@ def test_no_scale_of_the_inputs_gives_nan(options: dict[str, Any], likelihood: s
                 assert not np.isnan(value).any() or name in ("logits", "variance"), (exponent, predictive, name)
             if likelihood == "gaussian":
                 assert not bool(p.std.isnan().any())
-            elif p.probs is not None and exponent > 10 and "normalize_input" not in options:  # that loses the radius
+            elif p.probs is not None and exponent > 10 and "geometry" not in options:  # that loses the radius
                 assert float(p.confidence.max()) < 0.8 or predictive == "monte_carlo"
             assert not bool(p.score().isnan().any())
 

@@ -104,6 +104,7 @@ class Graph(nn.Module):
             self.net.half()
         reference = head.reference if head.calibrated else head.reference[:0]
         self.num_reference = reference.numel()
+        self.score = head.score if head.calibrated else None
         size = 2 ** math.ceil(math.log2(self.num_reference + 1)) - 1
         table = torch.cat([reference, reference.new_full((size - self.num_reference,), math.inf)])
         # A float32 model's scores fit in float32, which every runtime can compare.
@@ -121,12 +122,13 @@ class Graph(nn.Module):
         mean, variance = head.posterior(h)
         if self.of_classes:
             logits, probs = head.logit_scale * mean, mean_field(head.logit_scale * mean, variance)
-            prediction = Prediction(logits, variance, probs, likelihood=head.likelihood)
+            joined = head.join(mean, variance, h)
+            prediction = Prediction(logits, variance, probs, joined=joined, likelihood=head.likelihood)
             answers = {"probs": probs, "logits": logits}
         else:
             prediction = Prediction(mean, variance, noise=self.noise, likelihood=head.likelihood)
             answers = {"mean": prediction.mean, "std": prediction.std}
-        answers |= {"variance": variance, "score": prediction.score()}
+        answers |= {"variance": variance, "score": prediction.score(self.score)}
         if self.alpha is not None:
             answers["p_value"] = self.p_value(answers["score"])
             answers["accepted"] = answers["p_value"] > self.alpha

@@ -1,9 +1,9 @@
 """Random features: a finite map phi whose inner products approximate a kernel.
 
-    phi(h) = sqrt(2 / D) a(W n(h) / l + b)          phi(h)^T phi(h') -> k(h, h')  at rate D^-1/2
+    phi(h) = sqrt(2 / D) a(W z(h) / l + b)          phi(h)^T phi(h') -> k(z, z')  at rate D^-1/2
 
-`W` and `b` are drawn once and frozen; `l` is the length scale; `n` is an optional normalisation of the hidden
-vector. Writing r = |h - h'| / l and u = (h / l, 1):
+`W` and `b` are drawn once and frozen; `l` is the length scale; `z` are the coordinates of the hidden vector in a
+geometry (`gp.geometry`). Writing r = |z - z'| / l and u = (z / l, 1):
 
     rbf        a = cos    exp(-r^2 / 2)                                   W rows ~ N(0, I)      b ~ U(0, 2 pi)
     matern32   a = cos    (1 + sqrt(3) r) exp(-sqrt(3) r)                 Student t, 3 degrees  b ~ U(0, 2 pi)
@@ -11,7 +11,7 @@ vector. Writing r = |h - h'| / l and u = (h / l, 1):
     arccos     a = relu   |u||u'| (sin t + (pi - t) cos t) / pi           W rows ~ N(0, I)      b ~ N(0, 1)
 
 with t the angle between u and u'. Paper: eq. (rff_gp) and its footnote on other kernels. The arc-cosine kernel
-is not stationary: its variance grows with the norm of h instead of levelling off.
+is not stationary: its variance grows with the norm of z instead of levelling off.
 
 With `orthogonal=True` the rows of W come in blocks of mutually orthogonal directions with independent lengths,
 which has the same expectation and a smaller error. Every block is a fresh draw: blocks drawn from one seed
@@ -28,6 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from afield.bounds.eager import eager
+from afield.gp.geometry import GEOMETRIES
 from afield.registry import Registry
 
 # The length scale as a fraction of the median distance between hidden vectors; docs/defaults.md has the evidence. A
@@ -78,20 +79,6 @@ KERNELS: Registry[Kernel] = Registry(
 )
 
 
-NORMALIZERS: Registry[Callable[[Tensor, Tensor, Tensor], Tensor]] = Registry(
-    "input normalisation",
-    layer=lambda h, shift, gain: F.layer_norm(_squarable(h), h.shape[-1:]),
-    unit=lambda h, shift, gain: F.normalize(_squarable(h), dim=-1),
-    standardize=lambda h, shift, gain: (h - shift) * gain,
-)
-
-
-def _squarable(h: Tensor) -> Tensor:
-    """h as it is, or divided by its largest entry where squares might overflow: for maps that do not see the scale."""
-    largest = h.abs().amax(-1, keepdim=True)
-    return h / torch.where(largest > 1e15, largest, 1.0)
-
-
 def median_distance(h: Tensor) -> float:
     """The median distance between distinct rows of h (N, d), over at most 1024 evenly spaced rows."""
     step = max(1, math.ceil(h.shape[0] / _MOST_PAIRED_ROWS))
@@ -107,14 +94,13 @@ class RandomFeatures(nn.Module):
     training mode, the same on every rank; `adapt(h)` sets it from given vectors. Until then, evaluation uses the batch
     at hand and stores nothing.
 
-    `normalize_input`: None; "standardize" by the training moments that `adapt` takes; "layer" normalisation
-    (the paper's appendix; it loses the radius, hence distance); "unit" norm.
+    `geometry`: a name of `gp.geometry.GEOMETRIES`; moments that it standardises by are taken by `adapt`.
 
-    `grow`: multiply phi by max(1, |n(h)|^2 / R^2), R the largest |n(h)| among the vectors given to `adapt`. Beyond the
+    `grow`: multiply phi by max(1, |h|^2 / R^2), R the largest |h| among the vectors given to `adapt`. Beyond the
     data the prior then outgrows a mean that is linear in h; on the data nothing changes.
 
-    `projection`: multiply wide hidden vectors by a fixed Gaussian matrix (in_features, projection), scaled to
-    keep distances in expectation (the paper's appendix: "input dimension projection").
+    `projection`: multiply wide coordinates by a fixed Gaussian matrix (their number, projection), scaled to keep
+    distances in expectation (the paper's appendix: "input dimension projection").
     """
 
     weight: Tensor
@@ -133,7 +119,7 @@ class RandomFeatures(nn.Module):
         kernel: str = "rbf",
         length_scale: float | None = None,
         orthogonal: bool = True,
-        normalize_input: str | None = None,
+        geometry: str = "raw",
         projection: int | None = None,
         grow: bool = False,
         fraction: float = LENGTH_SCALE_FRACTION,
@@ -145,18 +131,18 @@ class RandomFeatures(nn.Module):
         for name, value in (("in_features", in_features), ("num_random_features", num_random_features)):
             if value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}.")
-        if normalize_input is not None:
-            NORMALIZERS.check(normalize_input)
+        space = GEOMETRIES[geometry]
         self.in_features, self.num_random_features = in_features, num_random_features
-        self.kernel, self.normalize_input = kernel, normalize_input
+        self.kernel, self.geometry = kernel, geometry
         self.fraction, self.grow = fraction, grow
-        projector = None
+        width, projector = in_features + space.extra, None
+        moments = width if space.standardized else 0
         if projection is not None:
             if not 1 <= projection <= in_features:
                 raise ValueError(f"projection must lie between 1 and in_features = {in_features}, got {projection}.")
-            projector = torch.randn(in_features, projection, generator=generator) / math.sqrt(projection)
+            projector = torch.randn(width, projection, generator=generator) / math.sqrt(projection)
+            width = projection
         self.register_buffer("projector", projector)
-        width = projection or in_features
         recipe = KERNELS[kernel]
         directions = (_orthogonal_gaussian if orthogonal else torch.randn)(
             num_random_features, width, generator=generator
@@ -172,7 +158,6 @@ class RandomFeatures(nn.Module):
         self.register_buffer("phase", phase)
         # A float64 scalar does not promote float32 activations, and keeps the digits of a float64 model.
         self.register_buffer("length_scale", torch.tensor(length_scale or math.nan, dtype=torch.float64))
-        moments = in_features if normalize_input == "standardize" else 0
         self.register_buffer("shift", torch.full((moments,), math.nan))
         self.register_buffer("gain", torch.full((moments,), math.nan))
         self.register_buffer("radius", torch.tensor(math.nan if grow else math.inf, dtype=torch.float64))
@@ -184,8 +169,8 @@ class RandomFeatures(nn.Module):
     def adapt(self, h: Tensor, moments: tuple[Tensor, Tensor] | None = None) -> None:
         """Take the moments and the length scale from the hidden vectors h (N, d).
 
-        `moments`: mean and standard deviation (d,), where they are known from more data than h. A length scale that
-        was given as a number stays.
+        `moments`: mean and standard deviation of `mapped` vectors, where they are known from more data than h. A length
+        scale that was given as a number stays.
         """
         found = self._from_data(h, moments)
         if any(bool(torch.isnan(t).any()) for t in found):
@@ -210,9 +195,9 @@ class RandomFeatures(nn.Module):
             wide = torch.promote_types(dtype, torch.float32)
             h = h.to(wide)
             shift, gain, length_scale, radius = self._learned() if self.adapted else self._first_batch(h)
-            h = self._normalized(h, shift.to(wide), gain.to(wide))
+            z = self._coordinates(h, shift.to(wide), gain.to(wide))
             large = torch.finfo(dtype).max ** 0.75 if limited else math.inf
-            scaled = (h / length_scale).clamp(-large, large) + 0 * h  # what is infinite itself becomes NaN
+            scaled = (z / length_scale).clamp(-large, large) + 0 * z  # what is infinite itself becomes NaN
             phase = F.linear(scaled, self.weight.to(wide), self.phase.to(wide))
             phi = KERNELS[self.kernel].activation(phase) * math.sqrt(2 / self.num_random_features)
             if self.grow:
@@ -237,15 +222,18 @@ class RandomFeatures(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         h = h.detach().to(torch.promote_types(self.weight.dtype, torch.float32))
         shift, gain, scale = self.shift, self.gain, float(self.length_scale)
-        if self.normalize_input == "standardize":
-            shift, std = moments if moments is not None else (h.mean(0), h.std(0, correction=0))
-            # A unit that never moves in-domain keeps its own scale, so that it still counts when a foreign
-            # input wakes it.
-            gain = torch.where(std > 1e-6 * std.max(), 1 / std, torch.ones_like(std))
+        if GEOMETRIES[self.geometry].standardized:
+            if moments is None:
+                mapped = self.mapped(h)
+                moments = mapped.mean(0), mapped.std(0, correction=0)
+            shift, std = moments
+            largest = torch.where(std.max() > 0, std.max(), 1.0)
+            # A coordinate that never moves in-domain has the scale of the one that moves most, so that it still counts
+            # when a foreign input wakes it.
+            gain = 1 / torch.where(std > 1e-6 * largest, std, largest)
             shift, gain = shift.to(h), gain.to(h)
-        normalized = self._normalized(h, shift, gain)
         if not self._fixed or math.isnan(scale):
-            scale = self.fraction * median_distance(normalized)
+            scale = self.fraction * median_distance(self._coordinates(h, shift, gain))
             if not math.isfinite(scale):
                 if fallback is None:
                     raise ValueError(
@@ -254,13 +242,18 @@ class RandomFeatures(nn.Module):
                         "Give a larger first batch, or a number as length_scale."
                     )
                 scale = fallback
-        radius = normalized.norm(dim=-1).amax().to(self.radius) if self.grow else self.radius
+        radius = h.norm(dim=-1).amax().clamp_min(1e-30).to(self.radius) if self.grow else self.radius
         return shift, gain, self.length_scale.new_tensor(scale), radius
 
-    def _normalized(self, h: Tensor, shift: Tensor, gain: Tensor) -> Tensor:
-        if self.normalize_input is not None:
-            h = NORMALIZERS[self.normalize_input](h, shift, gain)
-        return h if self.projector is None else h @ self.projector.to(h.dtype)
+    def mapped(self, h: Tensor) -> Tensor:
+        """The coordinates of h before they are standardised."""
+        return GEOMETRIES[self.geometry].map(h)
+
+    def _coordinates(self, h: Tensor, shift: Tensor, gain: Tensor) -> Tensor:
+        z = self.mapped(h)
+        if GEOMETRIES[self.geometry].standardized:
+            z = (z - shift) * gain
+        return z if self.projector is None else z @ self.projector.to(z.dtype)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "RandomFeatures":
         length_scale, radius = self.length_scale, self.radius
@@ -271,7 +264,10 @@ class RandomFeatures(nn.Module):
 
     def extra_repr(self) -> str:
         scale = f"{float(self.length_scale):.4g}" if self.adapted else "from the first batch"
-        return f"{self.in_features}, {self.num_random_features}, kernel={self.kernel!r}, length_scale={scale}"
+        return (
+            f"{self.in_features}, {self.num_random_features}, kernel={self.kernel!r}, geometry={self.geometry!r}, "
+            f"length_scale={scale}"
+        )
 
 
 def _after_load(module: nn.Module, _: object) -> None:

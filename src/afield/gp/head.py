@@ -1,6 +1,10 @@
 """The Gaussian-process output layer: random features, output weights and their Laplace posterior.
 
-    f(h) = phi(h)^T B (+ constant),        v(h) = a^2 phi(h)^T H^-1 phi(h)
+    f(h) = phi(h)^T B (+ constant),        v(h) = a^2 psi(h)^T H^-1 psi(h)
+
+In the paper the variance has the features of the mean, psi = phi. With `variance_features="own"`, which is the default
+of `afield.sngp` for classes, the mean keeps the features that it was trained with, and the variance has others, whose
+length scale and moments come from all hidden vectors as they are after training (`gp.variance_features`).
 
 `forward` returns f and never touches the posterior: accumulation inside `forward` is silently wrong under
 distributed training, gradient checkpointing and repeated passes. `observe` adds examples, `posterior` reads.
@@ -9,7 +13,7 @@ distributed training, gradient checkpointing and repeated passes. `observe` adds
 import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -17,18 +21,22 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from afield.gp.capture import handed_over
+from afield.gp.class_distance import ClassDistance
 from afield.gp.features import RandomFeatures
+from afield.gp.joined_score import JoinedScore
 from afield.gp.likelihoods import LIKELIHOODS
-from afield.gp.low_rank import LowRank
-from afield.gp.precision import COVARIANCES, Precision, check_weights, choose_curvature, curvature_weights
+from afield.gp.low_rank import LowRank, check_rank
+from afield.gp.observing import accumulate
+from afield.gp.precision import COVARIANCES, Precision, choose_curvature, curvature_weights
 from afield.gp.snapshot import Lock, adopt, frozen_copy
+from afield.gp.variance_features import has_own_features, own_features
 from afield.prediction.p_values import conformal_p_value
 from afield.prediction.prediction import Prediction
 from afield.prediction.predictive import PREDICTIVES
+from afield.prediction.scores import symmetric
 
 SCALARS = ("ridge", "amplitude", "logit_scale", "noise")
-_PARTS = ("random_features", "precision")  # which, with the head itself, are the state of a prediction
-KEPT_MEAN_FRACTION = 0.35  # docs/defaults.md
+_PARTS = ("random_features", "variance_features", "precision", "class_distance", "joined_score")  # of the state
 
 
 class GaussianProcessHead(nn.Module):
@@ -45,9 +53,10 @@ class GaussianProcessHead(nn.Module):
     momentum             None sums over all examples exactly; a number makes a moving average over batches
     constant             add a trained constant to f, outside the prior (far from the data, f tends to it)
     mean                 a trained output layer to keep as f; there are then no output weights to train
-    features             options of `RandomFeatures`: num_random_features, length_scale, kernel, orthogonal,
-                         normalize_input, projection, generator. With `mean`, where the kernel has only the variance to
-                         carry, a length scale from the data is 0.35 of the median distance
+    variance_features    "same" as the mean's, "own", or "auto": own for classification. A mapping has options of
+                         `RandomFeatures` for own ones
+    features             options of `RandomFeatures`: num_random_features, length_scale, kernel, orthogonal, geometry,
+                         projection, generator. With `mean` they are those of the variance
 
     Output weights start at the prior mean, zero, so that f tends to zero far from the data also after training.
     """
@@ -74,6 +83,7 @@ class GaussianProcessHead(nn.Module):
         momentum: float | None = None,
         constant: bool = False,
         mean: nn.Module | None = None,
+        variance_features: str | Mapping[str, Any] = "same",
         **features: Any,
     ) -> None:
         super().__init__()
@@ -88,19 +98,29 @@ class GaussianProcessHead(nn.Module):
         self.likelihood, self.covariance = likelihood, covariance
         self.curvature = choose_curvature(curvature, likelihood, covariance)
         if mean is not None:
-            features = {"grow": True, "fraction": KEPT_MEAN_FRACTION, **features}
+            features = {"grow": True, **features}
         self.random_features = RandomFeatures(in_features, **features)
-        num_random_features = self.random_features.num_random_features
+        own = mean is None and has_own_features(variance_features, likelihood)
+        self.variance_features: RandomFeatures | None
+        self.register_module(
+            "variance_features", own_features(self.random_features, variance_features, features) if own else None
+        )
+        num_random_features = self.features_of_variance.num_random_features
         num_matrices = out_features if covariance == "per_class" else 1
+        num_classes = LIKELIHOODS[likelihood].num_classes(out_features)
+        self.class_distance: ClassDistance | None
+        self.joined_score: JoinedScore | None
+        self.register_module("class_distance", ClassDistance(in_features, num_classes) if num_classes else None)
+        self.register_module("joined_score", JoinedScore() if num_classes else None)
         self.precision: Precision | LowRank
         if rank is None:
             self.precision = Precision(num_random_features, num_matrices, momentum=momentum)
         else:
-            self._check_rank(rank, momentum)
+            check_rank(rank, out_features, likelihood, covariance, self.curvature, momentum)
             self.precision = LowRank(num_random_features, num_matrices, rank)
         self.mean = mean
         if mean is None:
-            self.weight = nn.Parameter(torch.zeros(out_features, num_random_features))
+            self.weight = nn.Parameter(torch.zeros(out_features, self.random_features.num_random_features))
         # What `afield.class_changes` has added after the first outputs, and which of all outputs it has dropped.
         self.first_outputs = out_features
         self.added: nn.ParameterList | tuple[Tensor, ...] = ()
@@ -118,22 +138,13 @@ class GaussianProcessHead(nn.Module):
         # Sorted held-out scores, and the number of examples observed when they were taken.
         self.register_buffer("reference", torch.zeros(0, dtype=torch.float64))
         self.register_buffer("reference_count", torch.zeros((), dtype=torch.int64))
+        self.score = LIKELIHOODS[likelihood].score  # on which p-values rest
         self._writing, self._publishing = Lock(rank=0), Lock(rank=1)
 
-    def _check_rank(self, rank: int, momentum: float | None) -> None:
-        """A low rank is for many precisions that differ."""
-        if self.covariance != "per_class" or self.out_features < 2:
-            raise ValueError(
-                f"rank={rank} approximates one precision for each of several outputs, got covariance="
-                f'{self.covariance!r} and {self.out_features} outputs: use covariance="per_class", or rank=None.'
-            )
-        if LIKELIHOODS[self.likelihood].noisy or self.curvature == "unit":
-            raise ValueError(
-                f"With likelihood={self.likelihood!r} and curvature={self.curvature!r} all outputs have the same "
-                f'precision: use covariance="shared" with rank=None, which is exact, got rank={rank}.'
-            )
-        if momentum is not None:
-            raise ValueError(f"A moving average (momentum={momentum}) keeps no examples: use rank=None, got {rank}.")
+    @property
+    def features_of_variance(self) -> RandomFeatures:
+        """psi: those of its own, or the mean's."""
+        return self.random_features if self.variance_features is None else self.variance_features
 
     @property
     def num_observed(self) -> int:
@@ -141,28 +152,48 @@ class GaussianProcessHead(nn.Module):
         return int(self.precision.count)
 
     def features(self, h: Tensor) -> Tensor:
-        """phi (N, D)."""
-        return self.random_features(self._checked(h))
+        """phi (N, D), of the mean."""
+        return self.random_features(self.checked(h))
+
+    def variance_phi(self, h: Tensor, phi: Tensor | None = None) -> Tensor:
+        """psi (N, D), of the variance; `phi` is the mean's where it is known."""
+        if self.variance_features is None:
+            return self.features(h) if phi is None else phi
+        return self.variance_features(self.checked(h))
 
     def forward(self, h: Tensor) -> Tensor:
         """The logits f (N, K). No side effect on the posterior, ever."""
         zeros = handed_over(self, h, self.out_features)
-        return self._mean(h, None) if zeros is None else zeros
+        return self.mean_of(h, None) if zeros is None else zeros
 
     def observe(
-        self, h: Tensor, logits: Tensor | None = None, *, weights: Tensor | None = None, fast: bool = False
+        self,
+        h: Tensor,
+        logits: Tensor | None = None,
+        *,
+        classes: Tensor | None = None,
+        weights: Tensor | None = None,
+        fast: bool = False,
     ) -> None:
         """Add examples to the posterior; `logits` are computed from h unless given.
 
+        classes  (N,): of the examples, for a classifier; None: the most probable ones
         weights  (N,): an example of weight w counts as w examples; None: one each
         """
         with self._writing, self._publishing:
-            self._accumulate(h, logits, weights, lambda phi, w: self.precision.update(phi, w, fast=fast))
+            accumulate(self, h, logits, classes, weights, fast=fast)
 
-    def unobserve(self, h: Tensor, logits: Tensor | None = None, *, weights: Tensor | None = None) -> None:
-        """Remove examples that were observed, exactly: same hidden vectors, same logits, same weights."""
+    def unobserve(
+        self,
+        h: Tensor,
+        logits: Tensor | None = None,
+        *,
+        classes: Tensor | None = None,
+        weights: Tensor | None = None,
+    ) -> None:
+        """Remove examples that were observed, exactly: same hidden vectors, logits, classes and weights."""
         with self._writing, self._publishing:
-            self._accumulate(h, logits, weights, self.precision.downdate)
+            accumulate(self, h, logits, classes, weights, remove=True)
 
     def hold(self) -> Lock:
         """A context in which the state does not change."""
@@ -191,33 +222,57 @@ class GaussianProcessHead(nn.Module):
                 draft.reset_posterior()
             elif observes:
                 draft.precision.unshare()
+                if draft.class_distance is not None:
+                    draft.class_distance.unshare()
             yield draft
             if draft.precision.fitted:
                 draft.factor()
             with self._publishing:
                 adopt(self, draft, *_PARTS)
                 self.random_features.adapted = draft.random_features.adapted
+                self.features_of_variance.adapted = draft.features_of_variance.adapted
+                self.score = draft.score
 
     def reset_posterior(self) -> None:
         """Forget all observed examples. Amplitude and logit scale stay; p-values are off until calibrated again."""
         self.precision.reset()
+        if self.class_distance is not None:
+            self.class_distance.reset()
         self.training_error = torch.zeros_like(self.training_error)
         self.forget_reference()
 
     def forget_reference(self) -> None:
-        """Switch p-values off until calibrated again."""
+        """Switch p-values and the joined score off until calibrated again."""
         self.reference = self.reference[:0].clone()
+        if self.joined_score is not None:
+            self.joined_score.forget()
 
     def factor(self) -> None:
         """Factorise the posterior precision, unless that is done."""
         if not self.precision.factored:
             self.precision.factor(float(self.ridge), float(self.noise))
+        if self.class_distance is not None and self.class_distance.fitted and not self.class_distance.factored:
+            self.class_distance.factor()
 
     def posterior(self, h: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean f (N, K) and variance a^2 phi^T H^-1 phi, (N,) shared or (N, K) per class."""
+        """Mean f (N, K) and variance a^2 psi^T H^-1 psi, (N,) shared or (N, K) per class."""
         self.factor()
-        phi = self.features(h)
-        return self._mean(h, phi), self.amplitude.square() * self.precision.variance(phi)
+        phi = self.features(h) if self.mean is None else None
+        psi = self.variance_phi(h, phi)
+        return self.mean_of(h, phi, psi), self.amplitude.square() * self.precision.variance(psi)
+
+    def sources(self, mean: Tensor, variance: Tensor, h: Tensor) -> Tensor:
+        """What the joined score is made of (N, 3), of a posterior mean and variance; none depends on calibration."""
+        assert self.class_distance is not None
+        spread = (variance if variance.dim() == 1 else variance.mean(-1)) / self.amplitude.square()
+        energy = -torch.logsumexp(symmetric(mean), dim=-1)
+        return torch.stack([spread, energy, self.class_distance(h).to(spread)], dim=-1)
+
+    def join(self, mean: Tensor, variance: Tensor, h: Tensor) -> Tensor | None:
+        """The joined score (N,) of a posterior mean and variance; None unless calibration has fitted it."""
+        if self.joined_score is None or not self.joined_score.fitted:
+            return None
+        return self.joined_score(self.sources(mean, variance, h))
 
     def predict(
         self,
@@ -230,30 +285,34 @@ class GaussianProcessHead(nn.Module):
         """The `Prediction` for hidden vectors h; its logits are s f, s the calibrated logit scale."""
         PREDICTIVES.check(predictive)
         head = self if torch.compiler.is_compiling() else self.snapshot()
-        return head.prediction(*head.posterior(h), h, predictive, num_samples, generator)
+        mean, variance = head.posterior(h)
+        return head.prediction(mean, variance, head.join(mean, variance, h), h, predictive, num_samples, generator)
 
     def prediction(
         self,
         mean: Tensor,
         variance: Tensor,
+        joined: Tensor | None = None,
         h: Tensor | None = None,
         predictive: str = "mean_field",
         num_samples: int = 100,
         generator: torch.Generator | None = None,
     ) -> Prediction:
-        """The `Prediction` that a posterior mean and variance make."""
+        """The `Prediction` that a posterior mean and variance make, and the joined score where there is one."""
         likelihood = LIKELIHOODS[self.likelihood]
         if likelihood.of_classes:
             logits = self.logit_scale * mean
             probs, members = PREDICTIVES[predictive](logits, variance, num_samples, generator)
-            prediction = Prediction(logits, variance, probs, members, h, likelihood=self.likelihood)
+            prediction = Prediction(logits, variance, probs, members, h, joined=joined, likelihood=self.likelihood)
         else:
             noise = float(self.noise) if likelihood.noisy else None
             prediction = Prediction(mean, variance, features=h, noise=noise, likelihood=self.likelihood)
         if not self.calibrated:
             return prediction
-        p_value, smallest_p_value = conformal_p_value(prediction.score(), self.reference)
-        return dataclasses.replace(prediction, p_value=p_value, smallest_p_value=smallest_p_value)
+        p_value, smallest_p_value = conformal_p_value(prediction.score(self.score), self.reference)
+        return dataclasses.replace(
+            prediction, p_value=p_value, smallest_p_value=smallest_p_value, default_score=self.score
+        )
 
     @property
     def calibrated(self) -> bool:
@@ -280,52 +339,26 @@ class GaussianProcessHead(nn.Module):
             if values.keys() & {"ridge", "noise"}:
                 self.precision.stale()
 
-    def _mean(self, h: Tensor, phi: Tensor | None) -> Tensor:
+    def mean_of(self, h: Tensor, phi: Tensor | None, psi: Tensor | None = None) -> Tensor:
+        """f (N, K); phi and psi are the features of h where they are known."""
         if self.mean is not None:
-            logits = self.mean(self._checked(h))
+            logits = self.mean(self.checked(h))
         else:
             phi = self.features(h) if phi is None else phi
             with torch.autocast(h.device.type, enabled=False):
                 logits = F.linear(phi, self.weight, self.constant)
         if self.added:
-            logits = self._with_added(logits, self.features(h) if phi is None else phi)
+            logits = self._with_added(logits, self.variance_phi(h, phi) if psi is None else psi)
         return logits[:, [k for k in range(logits.shape[-1]) if k not in self.dropped]] if self.dropped else logits
 
-    def _with_added(self, logits: Tensor, phi: Tensor) -> Tensor:
+    def _with_added(self, logits: Tensor, psi: Tensor) -> Tensor:
         """Added outputs count from the mean of the first ones: a softmax leaves their common level free.
 
         Each is a product of its own, because a wider matrix may round the old logits differently.
         """
         level = logits.mean(-1, keepdim=True)
-        with torch.autocast(phi.device.type, enabled=False):
-            return torch.cat([logits, *(level + F.linear(phi, weight[None]) for weight in self.added)], dim=-1)
-
-    @torch.no_grad()
-    def _accumulate(
-        self,
-        h: Tensor,
-        logits: Tensor | None,
-        weights: Tensor | None,
-        add: Callable[[Tensor, Tensor | None], None],
-    ) -> None:
-        self._checked(h)
-        self.check_finite(h)
-        if not self.random_features.adapted:
-            self.random_features.adapt(h)
-        phi = self.random_features(h, limited=False)
-        unit = self.curvature == "unit"
-        rows = min(1, h.shape[0]) if unit and logits is None else h.shape[0]
-        if logits is None:  # unit weights need none: with many classes they would cost more than all the rest
-            logits = self._mean(h[:rows], phi[:rows])
-        if logits.shape != (rows, self.out_features):
-            raise ValueError(f"logits must have shape ({rows}, {self.out_features}), got {tuple(logits.shape)}.")
-        w = None if unit else self.curvature_weights(logits)
-        if weights is not None:
-            given = check_weights(weights, h.shape[0]).to(phi)[:, None]
-            w = given.expand(-1, self.precision.num_matrices) if w is None else w * given
-        self.check_finite(phi, *([] if w is None else [w]))
-        add(phi, w)
-        self.forget_reference()
+        with torch.autocast(psi.device.type, enabled=False):
+            return torch.cat([logits, *(level + F.linear(psi, weight[None]) for weight in self.added)], dim=-1)
 
     def curvature_weights(self, logits: Tensor) -> Tensor:
         """The weights of examples with these logits in the precision, (N, 1) shared or (N, K) per class."""
@@ -333,18 +366,8 @@ class GaussianProcessHead(nn.Module):
             logits, likelihood=self.likelihood, covariance=self.covariance, curvature=self.curvature
         )
 
-    def check_finite(self, *tensors: Tensor, before: int = 0) -> None:
-        """Name the rows that hold NaN or infinity; `before` examples of the loader came in earlier batches."""
-        finite = torch.stack([torch.isfinite(t).all(dim=-1) for t in tensors]).all(0)
-        if not bool(finite.all()):
-            rows = (~finite).nonzero().flatten().tolist()
-            where = f", which are examples {[before + row for row in rows[:5]]} of the loader" if before else ""
-            raise ValueError(
-                f"Hidden features must be finite, got NaN or infinity in {len(rows)} of {len(finite)} rows "
-                f"(first: {rows[:5]}){where}. Nothing of this batch was added; look at the inputs or the backbone."
-            )
-
-    def _checked(self, h: Tensor) -> Tensor:
+    def checked(self, h: Tensor) -> Tensor:
+        """h itself, if it has the right shape."""
         if h.dim() != 2 or h.shape[1] != self.in_features:
             raise ValueError(
                 f"GaussianProcessHead expects hidden features of shape (batch, {self.in_features}), "

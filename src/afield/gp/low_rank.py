@@ -29,6 +29,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from afield.gp.likelihoods import LIKELIHOODS
 from afield.gp.precision import Accumulator, add_products
 
 _SINGLE = 1e4  # the largest kappa at which float32 still has three digits of the variance
@@ -230,3 +231,21 @@ class LowRank(Accumulator):
 
     def extra_repr(self) -> str:
         return f"{self.num_matrices} x {self.num_features}, rank={self.rank}, count={int(self.count)}"
+
+
+def check_rank(
+    rank: int, out_features: int, likelihood: str, covariance: str, curvature: str, momentum: float | None
+) -> None:
+    """A low rank is for many precisions that differ."""
+    if covariance != "per_class" or out_features < 2:
+        raise ValueError(
+            f"rank={rank} approximates one precision for each of several outputs, got covariance="
+            f'{covariance!r} and {out_features} outputs: use covariance="per_class", or rank=None.'
+        )
+    if LIKELIHOODS[likelihood].noisy or curvature == "unit":
+        raise ValueError(
+            f"With likelihood={likelihood!r} and curvature={curvature!r} all outputs have the same "
+            f'precision: use covariance="shared" with rank=None, which is exact, got rank={rank}.'
+        )
+    if momentum is not None:
+        raise ValueError(f"A moving average (momentum={momentum}) keeps no examples: use rank=None, got {rank}.")

@@ -51,8 +51,7 @@ def frozen_copy(module: Module, *children: str) -> Module:
     modules = dict(module._modules)
     for name in children:
         child = modules[name]
-        assert child is not None
-        modules[name] = frozen_copy(child)
+        modules[name] = None if child is None else frozen_copy(child)
     copy.__dict__["_modules"] = modules
     return copy
 
@@ -62,9 +61,8 @@ def adopt(module: nn.Module, changed: nn.Module, *children: str) -> None:
     module._buffers.update(changed._buffers)
     for name in children:
         own, other = module._modules[name], changed._modules[name]
-        assert own is not None
-        assert other is not None
-        adopt(own, other)
+        if own is not None and other is not None:
+            adopt(own, other)
 
 
 _HELD: list[Lock] = []

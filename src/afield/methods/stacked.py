@@ -44,11 +44,11 @@ class Stack:
         if len(args) == 1 and isinstance(args[0], Mapping):  # as `SNGP.predict` takes it
             args, kwargs, _ = split_batch({**args[0], **kwargs}, self._device)
 
-        def one(tensors: Any) -> tuple[Tensor, Tensor]:
+        def one(tensors: Any) -> tuple[Tensor, ...]:
             return functional_call(self._member, tensors, args, kwargs)
 
-        means, variances = vmap(one)(self._tensors)
-        return combine([h.prediction(m, v) for h, m, v in zip(self.heads, means, variances, strict=True)])
+        answers = zip(*vmap(one)(self._tensors), strict=True)
+        return combine([head.prediction(*answer) for head, answer in zip(self.heads, answers, strict=True)])
 
 
 def stack(members: Sequence[SNGP]) -> Stack:
@@ -71,7 +71,8 @@ def _of_head(model: SNGP) -> str:
 
 
 class _Member(nn.Module):
-    """inputs -> mean and variance, with nothing in it that differs between members but the values of its tensors."""
+    """inputs -> mean, variance and joined score where there is one, with nothing in it that differs between members but
+    the values of its tensors."""
 
     def __init__(self, model: SNGP) -> None:
         super().__init__()
@@ -83,8 +84,10 @@ class _Member(nn.Module):
         self.head.precision.free()
         self.head.reference = self.head.reference[:0]
 
-    def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
         h = self.net(*args, **kwargs)
         if not isinstance(h, Tensor):
             raise TypeError(f"stack expects networks that return a tensor of logits, got {type(h).__name__}.")
-        return self.head.posterior(h)
+        mean, variance = self.head.posterior(h)
+        joined = self.head.join(mean, variance, h)
+        return (mean, variance) if joined is None else (mean, variance, joined)

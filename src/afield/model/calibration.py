@@ -9,8 +9,10 @@ its probabilities stay as good, and distance keeps its say. Regression and rates
 prior's own, and regression fits the noise variance in place of s. A few held-out rows may be easy by chance, so the
 noise is raised until the variance of the target is, on average, at least the mean squared error on the training data.
 
-The held-out data is cut in two by a fixed permutation. One part chooses the parameters; the scores of the other are
-the reference for p-values. A score chosen by looking at its own reference would void the guarantee.
+The held-out data is cut in two by a fixed permutation. One part fixes the score; the scores of the other are the
+reference for p-values. A score chosen by looking at its own reference would void the guarantee. The joined score of a
+classifier depends on neither amplitude nor scale, so that all of the data chooses these; another score may depend on
+them, and they come from the first part alone.
 """
 
 import dataclasses
@@ -35,7 +37,10 @@ from afield.model.sngp_model import SNGP
 from afield.model.targets import other_kind, warn_of_kind
 from afield.prediction.prediction import Prediction
 from afield.prediction.predictive import MEAN_FIELD_FACTOR
+from afield.prediction.scores import SCORES
 
+JOINED = "joined"
+JOINED_FRACTION, FIT_FRACTION = 1 / 2, 2 / 3
 STANDARD_ERRORS = 1.645  # by which a mean exceeds another in one case of twenty
 _FEWEST = 20
 _DECADES = 3.0  # from its start to either side, in which the nuisance parameter is looked for
@@ -81,7 +86,7 @@ class Objective:
 
 @dataclass(frozen=True)
 class Calibration:
-    """What `calibrate` found; losses are log losses per example on the part that chose the parameters."""
+    """What `calibrate` found; losses are log losses per example on the data that chose the parameters."""
 
     logit_scale: float
     amplitude: float
@@ -105,7 +110,8 @@ def calibrate(
     inputs: Inputs = None,
     weights: Tensor | None = None,
     amplitude: float | None = None,
-    fit_fraction: float = 2 / 3,
+    score: str | None = None,
+    fit_fraction: float | None = None,
     seed: int = 0,
     progress: bool | None = None,
 ) -> Calibration:
@@ -118,7 +124,10 @@ def calibrate(
     weights       (N,) of the examples, in the order of the loader: in the loss, one of weight w counts as w examples;
                   p-values compare with examples, each of which counts once
     amplitude     a positive number to keep, instead of the fitted one
-    fit_fraction  the part of the data that chooses the parameters; the rest is the reference
+    score         name of the score in `afield.scores.SCORES` that p-values shall rest on, and that `Prediction.score`
+                  gives by default; None: joined for classes, variance otherwise
+    fit_fraction  the part of the data that fixes the score; the rest is the reference. None: a half for the joined
+                  score, two thirds for others
     seed          of the permutation that cuts the data
 
     Warns where the calibrated model cannot be told from guessing. Under torch.distributed give every rank the same
@@ -129,7 +138,7 @@ def calibrate(
         raise NotFitted("The posterior is not fitted: call afield.fit_posterior(model, train_loader) before calibrate.")
     if amplitude is not None and not 0 < amplitude < math.inf:
         raise ValueError(f"amplitude must be positive and finite, got {amplitude}.")
-    if not 0 < fit_fraction < 1:
+    if fit_fraction is not None and not 0 < fit_fraction < 1:
         raise ValueError(f"fit_fraction must lie strictly between 0 and 1, got {fit_fraction}.")
     model.check_fresh("calibrate")
     with evaluating(model), model.head.revision(observes=False) as head:
@@ -147,8 +156,12 @@ def calibrate(
         weight = None if examples.weights is None else examples.weights.to(hidden.device)
         if hidden.shape[0] < _FEWEST:
             raise ValueError(f"calibrate expects at least {_FEWEST} held-out examples, got {hidden.shape[0]}.")
-        fit, rest = (part.to(hidden.device) for part in cut_in_two(hidden.shape[0], fit_fraction, seed))
         likelihood = LIKELIHOODS[head.likelihood]
+        head.score = SCORES.check(score or (JOINED if head.joined_score is not None else likelihood.score))
+        joins = head.score == JOINED
+        fraction = fit_fraction or (JOINED_FRACTION if joins else FIT_FRACTION)
+        first, rest = (part.to(hidden.device) for part in cut_in_two(hidden.shape[0], fraction, seed))
+        fit = torch.arange(hidden.shape[0], device=hidden.device) if joins else first
         objective = _objective(head, hidden[fit], y[fit], None if weight is None else weight[fit])
         if amplitude is not None:
             objective = dataclasses.replace(objective, grid=np.array([amplitude**2]))
@@ -159,7 +172,9 @@ def calibrate(
         head.set_scalars(amplitude=amplitude, **fitted)
         if likelihood.noisy and _raise_noise(head, hidden[fit]):
             after = float(objective.mean(objective.loss(float(head.noise), amplitude**2)))
-        head.set_reference(Prediction.cat([head.predict(h) for h in hidden[rest].split(4096)]).score())
+        if head.joined_score is not None:
+            head.joined_score.fit(_sources(head, hidden[first]))
+        head.set_reference(Prediction.cat([head.predict(h) for h in hidden[rest].split(4096)]).score(head.score))
         nuisance = float(head.noise if likelihood.noisy else head.logit_scale)
         _warn_of_guessing(head, objective, objective.loss(nuisance, amplitude**2), y[fit])
     return Calibration(
@@ -167,8 +182,13 @@ def calibrate(
     )
 
 
-def cut_in_two(count: int, fit_fraction: float = 2 / 3, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Rows of the held-out data that choose the parameters, and rows whose scores are the reference for p-values."""
+def _sources(head: GaussianProcessHead, hidden: Tensor) -> Tensor:
+    """What the joined score is made of (N, 3)."""
+    return torch.cat([head.sources(*head.posterior(h), h) for h in hidden.split(4096)])
+
+
+def cut_in_two(count: int, fit_fraction: float = FIT_FRACTION, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Rows of the held-out data that fix the score, and rows whose scores are the reference for p-values."""
     order = torch.randperm(count, generator=torch.Generator().manual_seed(seed))
     cut = min(count - 1, max(1, round(fit_fraction * count)))
     return order[:cut], order[cut:]
@@ -315,7 +335,7 @@ def _shared_loss(mean: Tensor, variance: Tensor, target: Tensor) -> Callable[[fl
 def _with_noise(head: GaussianProcessHead, hidden: Tensor, target: Tensor, weight: Tensor | None) -> Objective:
     """The noise also enters the precision r I + G / noise: the eigenvectors of G give the variance for every noise."""
     values, vectors = torch.linalg.eigh(head.precision.data[0])
-    parts = [(head(h).double(), (head.features(h).double() @ vectors).square()) for h in hidden.split(4096)]
+    parts = [(head(h).double(), (head.variance_phi(h).double() @ vectors).square()) for h in hidden.split(4096)]
     mean, squares = (torch.cat([p[i] for p in parts]) for i in (0, 1))
     values, ridge, likelihood = values.clamp_min(0), float(head.ridge), LIKELIHOODS[head.likelihood]
 

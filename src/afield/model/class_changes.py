@@ -56,10 +56,10 @@ def add_class(model: SNGP, loader: Iterable[Any], *, progress: bool | None = Non
     with evaluating(grown):
         hidden = _own(list(Hidden(grown, loader, progress=progress)), head)
         frozen = not any(p.requires_grad for p in head.parameters())
-        zeros = torch.zeros_like(head.random_features.phase)
+        zeros = torch.zeros_like(head.features_of_variance.phase)
         change_outputs(grown, [*head.added, nn.Parameter(zeros, requires_grad=not frozen)], head.dropped)
         old, seen = head.precision.data[0].clone(), head.num_observed
-        head.observe(hidden)
+        head.observe(hidden, classes=torch.full((len(hidden),), head.out_features - 1, device=hidden.device))
         direction, height = _regression(head, hidden, old, seen)
         head.added[-1].copy_(2 * _to_beat(head, hidden) / height * direction)
     grown.fingerprint = Fingerprint(grown.net)
@@ -90,6 +90,8 @@ def drop_class(model: SNGP, index: int, loader: Iterable[Any] | None = None, *, 
     if gone < 0:
         change_outputs(shrunk, head.added, (*head.dropped, shown[index]))
     else:
+        if head.class_distance is not None:
+            head.class_distance.drop(shown[index])
         change_outputs(shrunk, [*head.added[:gone], *head.added[gone + 1 :]], head.dropped)
     if shrunk.fingerprint is not None:
         shrunk.fingerprint = Fingerprint(shrunk.net)
@@ -106,6 +108,8 @@ def change_outputs(model: SNGP, added: Iterable[Tensor], dropped: Sequence[int])
     del head.added
     head.added = nn.ParameterList(added) if added else ()
     head.dropped, head.out_features = dropped, head.first_outputs + len(added) - len(dropped)
+    if head.class_distance is not None:
+        head.class_distance.resize(head.first_outputs + len(added))
     model.settings = model.settings | {"classes": {"added": len(added), "dropped": list(dropped)}}
     head.forget_reference()
 
@@ -135,7 +139,7 @@ def _own(batches: list[Examples], head: GaussianProcessHead) -> Tensor:
 
 def _regression(head: GaussianProcessHead, hidden: Tensor, old: Tensor, seen: int) -> tuple[Tensor, float]:
     """c (D,) and E_new[g] + s of the module's docstring, for the data term `old` of `seen` examples."""
-    phi = torch.cat([head.features(h).double() for h in hidden.split(4096)])
+    phi = torch.cat([head.variance_phi(h).double() for h in hidden.split(4096)])
     precision = head.precision.data[0] + float(head.ridge) * torch.eye(len(old)).to(old)
     lower = torch.linalg.cholesky(precision)
     c = torch.cholesky_solve(phi.sum(0)[:, None], lower).squeeze(1)

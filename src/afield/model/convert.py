@@ -14,6 +14,7 @@ from torch import nn
 from afield.bounds.spectral import BOUNDABLE, bound, boundable
 from afield.gp.head import GaussianProcessHead
 from afield.gp.likelihoods import UNDECIDED
+from afield.gp.variance_features import FOR_VARIANCE
 from afield.model.layers import layers_of, replace_layer, type_name
 from afield.model.output_check import check_example
 from afield.model.sngp_model import SNGP
@@ -41,7 +42,8 @@ def sngp(
     freeze   train only the output weights, for `afield.fit_head` on a trained network
     example  a batch, as a loader gives it: the network runs on it once, and it is an error if it returns something
              else than the logits of its output layer. Without one `afield.fit_posterior` looks at its first batch
-    head     options of `GaussianProcessHead`; `out_features` defaults to the old layer's
+    head     options of `GaussianProcessHead`; `out_features` defaults to the old layer's. The variance of a classifier
+             has features of its own, fitted to the trained hidden space; variance_features="same" is the paper's form
 
     A converted model comes back as a copy of itself.
     """
@@ -51,7 +53,7 @@ def sngp(
         return _checked(_again(net, "sngp", settings, default), example)
     net, output, old = _copied(net, output)
     out_features = head.pop("out_features", old.out_features)
-    new = GaussianProcessHead(old.in_features, out_features, **head)
+    new = GaussianProcessHead(old.in_features, out_features, **{"variance_features": "auto", **head})
     reasons = bound_layers(net, bound, skip=output)
     if freeze:
         net.requires_grad_(False)
@@ -62,9 +64,9 @@ def sngp(
 def attach(net: nn.Module, *, output: str | None = None, example: Any = None, **head: Any) -> SNGP:
     """A copy of a trained `net` that keeps its predictions and gains a variance over its last hidden layer.
 
-    The dense output layer stays the posterior mean, so the most probable class never changes. Hidden units are
-    standardised and the length scale taken from the training data, both by `afield.fit_posterior`. Nothing trains:
-    every parameter is frozen.
+    The dense output layer stays the posterior mean, so the most probable class never changes. The variance is over the
+    direction and the length of the hidden vector; its moments and length scale are taken from the training data by
+    `afield.fit_posterior`. Nothing trains: every parameter is frozen.
 
     Options are those of `sngp`. One output may be a logit or a number: unless `likelihood` tells, the targets that
     `afield.fit_posterior` sees do.
@@ -75,7 +77,7 @@ def attach(net: nn.Module, *, output: str | None = None, example: Any = None, **
     if head.get("covariance", "shared") != "shared":
         raise ValueError('attach keeps the most probable class, which needs covariance="shared".')
     net, output, old = _copied(net, output)
-    options = {"normalize_input": "standardize", **head}
+    options = {**FOR_VARIANCE, **head}
     undecided = "likelihood" not in options and old.out_features == 1
     if undecided:
         options["likelihood"] = "bernoulli"  # for now

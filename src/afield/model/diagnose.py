@@ -268,7 +268,7 @@ def _data_term(head: GaussianProcessHead, examples: Hidden, x: Tensor) -> Tensor
     flat = x.transpose(0, 1).reshape(features, -1)
     total = torch.zeros_like(flat)
     for h, _, _ in examples:
-        phi = head.features(h).double()
+        phi = head.variance_phi(h).double()
         weights = head.curvature_weights(head(h))
         along = (phi @ flat).unflatten(1, (classes, starts)) * weights.double()[..., None]
         total.addmm_(phi.T, along.flatten(1))

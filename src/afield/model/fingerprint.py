@@ -21,6 +21,7 @@ _POSTERIOR = (  # what fitting and calibrating set
     *("ridge", "amplitude", "logit_scale", "noise", "training_error", "reference", "reference_count"),
     *("shift", "gain", "length_scale", "radius"),
 )
+_SUMS = ("precision", "class_distance", "joined_score")  # of the head, which fitting and calibrating fill
 _COUNTERS = ("num_steps", "num_binding", "num_batches_tracked")  # which change nothing
 
 
@@ -79,7 +80,7 @@ def digest(net: nn.Module, *, buffers: bool = True) -> str:
 
 def _entries(net: nn.Module, buffers: bool = True) -> Iterator[Entry]:
     for prefix, module in net.named_modules():
-        if prefix.endswith("precision") and isinstance(_parent(net, prefix), GaussianProcessHead):
+        if prefix.rpartition(".")[2] in _SUMS and isinstance(_parent(net, prefix), GaussianProcessHead):
             continue
         random = isinstance(module, RandomFeatures)
         # Vectors of a spectral bound go on converging whenever a network runs in training mode: no change of weights.

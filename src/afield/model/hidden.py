@@ -8,8 +8,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
+from afield.gp.features import RandomFeatures
 from afield.gp.head import GaussianProcessHead
 from afield.gp.likelihoods import LIKELIHOODS
+from afield.gp.observing import check_finite
 from afield.gp.precision import check_weights
 from afield.model.batches import Field, Inputs, device_of, split_batch
 from afield.model.output_check import check_output
@@ -96,7 +98,7 @@ class Hidden:
             batch, self.device, net=self.model.net, target=self.target, inputs=self.inputs
         )
         h = self.model.hidden(*args, **kwargs)
-        self.model.head.check_finite(h, before=before)
+        check_finite(h, before=before)
         if target is not None and not isinstance(target, Tensor):  # file names and the like
             self.foreign_target, target = _type_name(target), None
         if target is not None and target.shape[:1] != h.shape[:1]:
@@ -144,17 +146,17 @@ def check_target(target: Tensor, head: GaussianProcessHead) -> Tensor:
     return LIKELIHOODS[head.likelihood].check_targets(target, head.out_features)
 
 
-def adapt(head: GaussianProcessHead, examples: Hidden) -> None:
-    """Set the head's standardisation and length scale from all hidden vectors, the same on every rank.
+def adapt(features: RandomFeatures, examples: Hidden) -> None:
+    """Set standardisation and length scale of random features from all hidden vectors, the same on every rank.
 
     Weights count in the moments; the length scale looks at the vectors themselves.
     """
     total, rows, step, kept = None, 0, 1, torch.zeros(0)
     for h, _, weight in examples:
-        double = h.double()
+        double = features.mapped(h.double())
         count = h.shape[0] if weight is None else float(weight.sum())
         weighted = double if weight is None else double * weight[:, None]
-        moments = torch.stack([double.new_full(h.shape[1:], count), weighted.sum(0), (weighted * double).sum(0)])
+        moments = torch.stack([double.new_full(double.shape[1:], count), weighted.sum(0), (weighted * double).sum(0)])
         total = moments if total is None else total + moments
         # Every step-th row of all the data, so that a loader sorted by class shows all classes alike.
         new = h[-rows % step :: step]
@@ -163,7 +165,7 @@ def adapt(head: GaussianProcessHead, examples: Hidden) -> None:
         while len(kept) > 2 * _SCALE_ROWS:
             kept, step = kept[::2], 2 * step
     if several_ranks():
-        width = head.in_features
+        width = features.mapped(torch.zeros(1, features.in_features)).shape[1]
         total = torch.zeros(3, width, dtype=torch.float64, device=examples.device) if total is None else total
         dist.all_reduce(total)
         everyone: list[Any] = [None] * dist.get_world_size()
@@ -174,7 +176,7 @@ def adapt(head: GaussianProcessHead, examples: Hidden) -> None:
     count, first, second = total
     mean = first / count
     std = (second / count - mean.square()).clamp_min(0).sqrt()
-    head.random_features.adapt(kept, (mean, std))
+    features.adapt(kept, (mean, std))
 
 
 def _type_name(value: Any) -> str:

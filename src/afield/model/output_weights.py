@@ -136,7 +136,7 @@ def fit_head(
         fields: dict[str, Any] = {"target": target, "inputs": inputs}
         examples = Hidden(model, loader, weights=weights, keep=twice, fitting=True, progress=progress, **fields)
         if twice:
-            adapt(head, examples)
+            adapt(head.random_features, examples)
         phis, targets = [], []
         for h, y, _ in examples:
             if y is None:

@@ -17,8 +17,6 @@ from torch.utils.data import DataLoader, IterableDataset
 from afield.errors import NotFitted
 from afield.gp.head import GaussianProcessHead
 from afield.gp.likelihoods import LIKELIHOODS
-from afield.gp.low_rank import LowRank
-from afield.gp.precision import Precision
 from afield.model.batches import Field, Inputs
 from afield.model.evaluating import evaluating
 from afield.model.fingerprint import Fingerprint, digest
@@ -35,6 +33,7 @@ def fit_posterior(
     target: Field | None = None,
     inputs: Inputs = None,
     weights: Tensor | None = None,
+    adapts: bool = True,
     fast: bool = False,
     sharded: bool | None = None,
     progress: bool | None = None,
@@ -46,6 +45,8 @@ def fit_posterior(
     target    index or key of the target in a batch; None: the last of (inputs, target), or "labels" of a mapping
     inputs    index or key of the input, or a list of them, where a batch has more fields than that
     weights   (N,) of the examples, in the order of the loader: one of weight w counts as w examples; None: one each
+    adapts    take length scale and moments of a variance with its own features from these examples. False keeps those
+              of an earlier fit, for parts of the data that are fitted apart and put together by `merge`
     fast      form batch products in the model's dtype: quicker, and two digits poorer
     sharded   under torch.distributed: whether each rank's loader already yields its own part, every example once.
               None shards a map-style data set here, whatever its sampler, and refuses what it cannot shard
@@ -67,9 +68,10 @@ def fit_posterior(
             share_statistics(model.net, skip=model.head)
             if weights is not None and not sharded:
                 weights = check_order(weights, loader)[dist.get_rank() :: dist.get_world_size()]
-        if draft.mean is not None:  # nothing but the variance rests on the features
-            draft.random_features.forget_data()
-        twice = not draft.random_features.adapted
+        features = draft.features_of_variance
+        if adapts and (draft.mean is not None or draft.variance_features is not None):  # only the variance rests on it
+            features.forget_data()
+        twice = not features.adapted
         part = shard_loader(loader, sharded)
         examples = Hidden(model, part, weights=weights, keep=twice, fitting=True, progress=progress, **fields)
         _check_ranks_agree(model)
@@ -82,18 +84,18 @@ def fit_posterior(
 
 
 def _fit(head: GaussianProcessHead, examples: Hidden, fast: bool) -> None:
-    if not head.random_features.adapted:
-        adapt(head, examples)
+    if not head.features_of_variance.adapted:
+        adapt(head.features_of_variance, examples)
     residuals = torch.zeros(2, dtype=torch.float64)
     for h, target, weight in examples:
-        head.observe(h, weights=weight, fast=fast)
+        head.observe(h, classes=_classes(head, target), weights=weight, fast=fast)
         if LIKELIHOODS[head.likelihood].noisy and target is not None:
             squares = (check_target(target, head) - head(h).double()).square()
             count = float(squares.numel())
             if weight is not None:
                 squares, count = squares * weight[:, None], float(weight.sum()) * squares.shape[1]
             residuals += torch.tensor([float(squares.sum()), count], dtype=torch.float64)
-    residuals = _reduce(head.precision, residuals)
+    residuals = _reduce(head, residuals)
     if not head.num_observed:
         raise ValueError("fit_posterior got an empty loader: there is nothing to fit the posterior to.")
     if residuals[1]:
@@ -144,7 +146,10 @@ def merge(model: SNGP, other: SNGP) -> int:
     """
     _check_same(model, other)
     with model.head.revision() as draft:
-        draft.precision.merge(other.head.snapshot().precision)
+        theirs = other.head.snapshot()
+        draft.precision.merge(theirs.precision)
+        if draft.class_distance is not None and theirs.class_distance is not None:
+            draft.class_distance.merge(theirs.class_distance)
         draft.forget_reference()
     return model.head.num_observed
 
@@ -159,9 +164,12 @@ def _check_same(model: SNGP, other: SNGP) -> None:
         mine, theirs = getattr(model.head, name), getattr(other.head, name)
         if mine != theirs:
             raise ValueError(f"Cannot merge posteriors with {name}={mine!r} and {theirs!r}.")
-    mine, theirs = model.head.random_features.state_dict(), other.head.random_features.state_dict()
+    mine, theirs = model.head.features_of_variance.state_dict(), other.head.features_of_variance.state_dict()
     if mine.keys() != theirs.keys() or any(not torch.equal(mine[k], theirs[k].to(mine[k].device)) for k in mine):
-        raise ValueError("Cannot merge posteriors over different random features: fit copies of one model.")
+        raise ValueError(
+            "Cannot merge posteriors over different random features: fit copies of one fitted model, with "
+            "fit_posterior(..., adapts=False), so that they keep its length scale and moments."
+        )
     if digest(model.net) != digest(other.net):
         raise ValueError("Cannot merge posteriors of networks with different weights: fit copies of one model.")
 
@@ -184,8 +192,8 @@ def _revise(model: SNGP, examples: Hidden, change: Callable[..., None]) -> int:
         raise NotFitted("The posterior is not fitted: call afield.fit_posterior(model, train_loader) first.")
     model.check_fresh("update or downdate the posterior")
     with evaluating(model), model.head.revision() as draft:
-        for h, _, weight in examples:
-            change(draft, h, weights=weight)
+        for h, target, weight in examples:
+            change(draft, h, classes=_classes(draft, target), weights=weight)
     return model.head.num_observed
 
 
@@ -204,11 +212,22 @@ def noise_variance(head: GaussianProcessHead, gram: Tensor, squares: float, coun
     return noise
 
 
-def _reduce(precision: Precision | LowRank, residuals: Tensor) -> Tensor:
+def _classes(head: GaussianProcessHead, target: Tensor | None) -> Tensor | None:
+    """Targets (N,) that are classes of the head; None: there are none, and the most probable ones will do."""
+    if target is None or head.class_distance is None or target.numel() != target.shape[0]:
+        return None
+    target, classes = target.reshape(-1), LIKELIHOODS[head.likelihood].num_classes(head.out_features)
+    whole = target.long()
+    return whole if bool(((whole == target) & (whole >= 0) & (whole < classes)).all()) else None
+
+
+def _reduce(head: GaussianProcessHead, residuals: Tensor) -> Tensor:
     """Sum over the ranks, once; a rank without examples adds zeros."""
-    residuals = residuals.to(precision.count.device)
+    residuals = residuals.to(head.precision.count.device)
     if several_ranks():
-        precision.all_reduce()
+        head.precision.all_reduce()
+        if head.class_distance is not None:
+            head.class_distance.all_reduce()
         dist.all_reduce(residuals)
     return residuals
 

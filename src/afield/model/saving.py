@@ -33,10 +33,10 @@ from afield.model.files import hash_json, read_tensors, sweep, sweep_temporary, 
 from afield.model.fingerprint import from_digest
 from afield.model.layers import layers_of
 from afield.model.sngp_model import CHANGED, REFIT, SNGP
+from afield.prediction.scores import SCORES
 from afield.version import __version__
 
-FORMAT = 2
-OLD_FORMAT = 1  # without a hash of the index
+FORMAT = 3
 INDEX = "afield.json"
 _TENSOR_FILE = re.compile(r"model-[0-9a-f]{16}\.safetensors")
 _TRIES = 200  # of a loader whose model is replaced while it reads
@@ -69,6 +69,7 @@ def save(model: SNGP, path: str | os.PathLike[str], *, metadata: dict[str, Any] 
         "settings": model.settings | ({"bound": _bounds(model)} if model.kind == "sngp" else {}),
         "in_features": model.head.in_features,
         "out_features": model.head.out_features,
+        "score": model.head.score,
         "tensors": {"file": file, "bytes": len(payload), "sha256": digest},
         "fitted_with": None if model.fingerprint is None else model.fingerprint.digest,
         "metadata": metadata or {},
@@ -122,9 +123,9 @@ def read_index(path: str | os.PathLike[str]) -> dict[str, Any]:
     try:
         index = json.loads(file.read_text(encoding="utf-8"))
         version = index["format"]
-        if version == FORMAT or "sha256" in index:
+        if version == FORMAT:
             content = {name: value for name, value in index.items() if name != "sha256"}
-            if version in (FORMAT, OLD_FORMAT) and index.get("sha256") != hash_json(content):
+            if index.get("sha256") != hash_json(content):
                 raise ValueError("its content is not what was written: the hash inside does not match")
         file_name, settings = str(index["tensors"]["file"]), index["settings"]
         index["tensors"]["sha256"], settings["output"], settings["head"].items(), index["metadata"].items()
@@ -132,7 +133,12 @@ def read_index(path: str | os.PathLike[str]) -> dict[str, Any]:
             raise ValueError(f"unknown kind {index['kind']!r}")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DamagedModel(f"{file} is damaged, or not written by afield: {error!r} Save the model again.") from error
-    if version not in (FORMAT, OLD_FORMAT):
+    if version in range(1, FORMAT):
+        raise DamagedModel(
+            f"{file} has format {version}, written by afield {index.get('afield')} before the variance had features of "
+            "its own: convert the network, fit and save it again."
+        )
+    if version != FORMAT:
         raise DamagedModel(
             f"{file} has format {version}, written by afield {index.get('afield')}; this afield ({__version__}) reads "
             f"format {FORMAT}. Upgrade afield."
@@ -264,9 +270,10 @@ def _rebuild(index: dict[str, Any], net: nn.Module) -> SNGP:
             rules = settings["bound"] or None
             model = convert.sngp(net, rules, output=settings["output"], freeze=settings["freeze"], **settings["head"])
         if classes := settings.get("classes"):
-            zeros = torch.zeros_like(model.head.random_features.phase)
+            zeros = torch.zeros_like(model.head.features_of_variance.phase)
             added = [nn.Parameter(zeros.clone()) for _ in range(classes["added"])]
             change_outputs(model, added, classes["dropped"])
+        model.head.score = SCORES.check(index["score"])
         return model
     except (ValueError, TypeError, KeyError, AttributeError, IndexError, RuntimeError, OverflowError) as error:
         raise DamagedModel(f"The saved model does not fit {type(net).__name__}: {error}") from error

@@ -46,11 +46,14 @@ def likelihood_from_targets(
     options = model.settings["head"]
     if name is not None:
         head.curvature = choose_curvature(options.get("curvature", "auto"), name, head.covariance)
-        head.likelihood = name
+        head.likelihood, head.score = name, LIKELIHOODS[name].score
+    of_classes = head.class_distance, head.joined_score
+    if name is not None and not LIKELIHOODS[name].of_classes:
+        head.class_distance = head.joined_score = None
     try:
         yield loader
     except BaseException:
-        head.likelihood = UNDECIDED
+        head.likelihood, (head.class_distance, head.joined_score) = UNDECIDED, of_classes
         raise
     model.settings = model.settings | {"head": options | {"likelihood": head.likelihood}}
 

@@ -26,8 +26,10 @@ class Prediction:
     members   (M, N, C)  probabilities of ensemble members or of samples, or None
     features  (N, d)     hidden vectors, or None
     p_value   (N,)       conformal p-value of "this is in-domain", or None until calibrated
+    joined    (N,)       the joined score, of a calibrated classifier, or None
     noise                variance of the observation noise (gaussian), or None
     smallest_p_value               the smallest p-value there can be, 1 / (held-out examples + 1); None until calibrated
+    default_score        name of the score on which p-values rest; None until calibrated
     """
 
     logits: Tensor
@@ -36,9 +38,11 @@ class Prediction:
     members: Tensor | None = None
     features: Tensor | None = None
     p_value: Tensor | None = None
+    joined: Tensor | None = None
     noise: float | None = None
     smallest_p_value: float | None = None
     likelihood: str = "categorical"
+    default_score: str | None = None
 
     def __len__(self) -> int:
         return self.logits.shape[0]
@@ -70,10 +74,10 @@ class Prediction:
         parts = [p._tensors() for p in predictions]
         if any(p.keys() != parts[0].keys() for p in parts):
             raise ValueError(f"Cannot join predictions with different fields: {[sorted(p) for p in parts]}.")
-        kinds = {(p.likelihood, p.noise, p.smallest_p_value) for p in predictions}
+        kinds = {(p.likelihood, p.noise, p.smallest_p_value, p.default_score) for p in predictions}
         if len(kinds) > 1:
             raise ValueError(
-                f"Cannot join predictions of different likelihood, noise or smallest p-value: "
+                f"Cannot join predictions of different likelihood, noise, smallest p-value or default score: "
                 f"{sorted(map(str, kinds))}."
             )
         joined = {n: torch.cat([p[n] for p in parts], dim=1 if n == "members" else 0) for n in parts[0]}
@@ -135,11 +139,12 @@ class Prediction:
     def score(self, name: str | None = None) -> Tensor:
         """How far (N,) from the training data: higher is further. Names: `afield.scores.SCORES`.
 
-        The default, on which p-values rest, is the likelihood's: dempster_shafer for classes, variance otherwise.
+        The default is what p-values rest on: `joined` for classes, unless `afield.calibrate` was told another one, and
+        the variance otherwise. Before calibration it is dempster_shafer for classes.
         """
         from afield.prediction.scores import SCORES  # scores read a Prediction, so they cannot be imported before it
 
-        return SCORES[name or likelihood_of(self).score](self)
+        return SCORES[name or self.default_score or likelihood_of(self).score](self)
 
     def adjusted_logits(self) -> Tensor:
         """The logits after mean-field shrinkage, m / sqrt(1 + pi/8 v): what the default probabilities are made of."""

@@ -6,6 +6,8 @@ entropy               -sum_k p_k log p_k
 energy                -log sum_k exp(m_k)
 dempster_shafer       K / (K + sum_k exp(z_k)),   z the mean-field logits, centred
 variance              v, averaged over the classes where there is one per class
+joined                what the variance, the logits and the classes know together (`gp.joined_score`): the default of a
+                      calibrated classifier
 mutual_information    entropy of the mean of the members - mean entropy of the members
 min_distance          min_k d_k, of a model whose logits are minus its distances d to prototypes (IsoMax+)
 
@@ -53,7 +55,7 @@ def max_probability(prediction: Prediction) -> Tensor:
 
 def max_logit(prediction: Prediction) -> Tensor:
     """Minus the largest logit."""
-    return -_symmetric(prediction.logits).amax(-1)
+    return -symmetric(prediction.logits).amax(-1)
 
 
 def entropy(prediction: Prediction) -> Tensor:
@@ -63,12 +65,12 @@ def entropy(prediction: Prediction) -> Tensor:
 
 def energy(prediction: Prediction) -> Tensor:
     """Minus the log of the sum of the exponentials of the logits."""
-    return -torch.logsumexp(_symmetric(prediction.logits), dim=-1)
+    return -torch.logsumexp(symmetric(prediction.logits), dim=-1)
 
 
 def dempster_shafer(prediction: Prediction) -> Tensor:
     """The Dempster-Shafer uncertainty of the mean-field logits; without a variance, of the logits themselves."""
-    logits = _symmetric(prediction.adjusted_logits())
+    logits = symmetric(prediction.adjusted_logits())
     # Softmax leaves the common level of the logits free, and a network trained elsewhere may have any.
     evidence = torch.logsumexp(logits - logits.mean(-1, keepdim=True), dim=-1)
     return torch.sigmoid(math.log(logits.shape[-1]) - evidence)
@@ -78,6 +80,11 @@ def variance(prediction: Prediction) -> Tensor:
     """The posterior variance, averaged over the outputs where each has its own."""
     v = _need(prediction, "variance")
     return v if v.dim() == 1 else v.mean(-1)
+
+
+def joined(prediction: Prediction) -> Tensor:
+    """The joined score, which a calibrated model computes with its prediction."""
+    return _need(prediction, "joined")
 
 
 def mutual_information(prediction: Prediction) -> Tensor:
@@ -106,6 +113,7 @@ SCORES: Registry[Score] = Registry(
     energy=Score(energy),
     dempster_shafer=Score(dempster_shafer),
     variance=Score(variance, needs=("variance",)),
+    joined=Score(joined, needs=("joined",)),
     mutual_information=Score(mutual_information, needs=("members",)),
     min_distance=Score(min_distance, suitable=_has_no_positive_logits),
 )
@@ -115,7 +123,7 @@ def _entropy(probs: Tensor) -> Tensor:
     return torch.special.entr(probs).sum(-1)
 
 
-def _symmetric(logits: Tensor) -> Tensor:
+def symmetric(logits: Tensor) -> Tensor:
     """One logit z as the two logits (-z / 2, z / 2), so that scores treat both classes alike."""
     return logits if logits.shape[-1] > 1 else torch.cat([-logits / 2, logits / 2], dim=-1)
 
