@@ -73,7 +73,7 @@ def test_the_new_logit_is_the_dual_regression_on_old_and_new_data(kind):
     model, new, x = make(kind), fresh(12, 4), blobs(200, 4)[0]
     grown, test = add_class(model, [new]), fresh(30, 4, number=6)
     with torch.no_grad():
-        phi = {n: model.head.features(model.hidden(d)) for n, d in (("old", x), ("new", new), ("test", test))}
+        phi = {n: model.head.variance_phi(model.hidden(d)) for n, d in (("old", x), ("new", new), ("test", test))}
         seen = torch.cat([phi["old"], phi["new"]])
         y = torch.cat([torch.zeros(len(x)), torch.ones(len(new))]).double()
         ridge = float(model.head.ridge)
@@ -277,7 +277,8 @@ def test_bad_examples_are_refused():
         add_class(model, [(fresh(3, 4), torch.tensor([4, 5, 2]))])
     with pytest.raises(NotFitted, match="before add_class"):
         add_class(afield.sngp(nn.Sequential(nn.Linear(5, 3))), [fresh(3, 4)])
-    dead = afield.sngp(nn.Sequential(nn.Linear(5, 3)), None, num_random_features=8, kernel="arccos", length_scale=1.0)
+    options: dict[str, Any] = {"num_random_features": 8, "kernel": "arccos", "length_scale": 1.0}
+    dead = afield.sngp(nn.Sequential(nn.Linear(5, 3)), None, variance_features="same", **options)
     dead.head.random_features.phase.fill_(-math.inf)  # the rectifier of every feature is off
     dead.head.observe(torch.randn(10, 5))
     with pytest.raises(ValueError, match="features of the new examples are all zero"):

@@ -286,7 +286,7 @@ def test_the_backbone_its_modes_and_what_trains_stay(likelihood):
     trains = {name: p.requires_grad for name, p in model.named_parameters()}
     before = {k: v.clone() for k, v in model.state_dict().items()}
     afield.fit_head(model, [problem(likelihood)])
-    changed = {k for k, v in model.state_dict().items() if not torch.equal(v, before[k])}
+    changed = {k for k, v in model.state_dict().items() if not torch.equal(v.nan_to_num(7), before[k].nan_to_num(7))}
     assert changed - {"net.3.noise"} == {"net.3.weight", "net.3.constant"}
     assert [m.training for m in model.modules()] == modes
     assert {name: p.requires_grad for name, p in model.named_parameters()} == trains

@@ -3,6 +3,7 @@
 import copy
 import datetime
 import warnings
+import re
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -46,14 +47,16 @@ def network(outputs: int = 3) -> nn.Sequential:
 
 def make(likelihood: str = "categorical", **options: Any) -> afield.SNGP:
     """A float64 model with output weights off zero, so that the likelihood's curvature differs between examples."""
-    options = {"num_random_features": 24, "length_scale": 1.5, "generator": seed(), "ridge": 0.1} | options
+    default = {"num_random_features": 24, "length_scale": 1.5, "generator": seed(), "ridge": 0.1}
+    options = default | {"variance_features": "same"} | options
     model = afield.sngp(network(1 if likelihood == "bernoulli" else 3), likelihood=likelihood, **options)
     nn.init.normal_(model.head.weight, generator=seed(1))
     return model
 
 
 def attached(**options: Any) -> afield.SNGP:
-    return afield.attach(network(), **{"num_random_features": 24, "generator": seed(), "ridge": 0.1} | options)
+    default = {"num_random_features": 24, "generator": seed(), "ridge": 0.1, "geometry": "standardized"}
+    return afield.attach(network(), **default | options)
 
 
 def variance(model: afield.SNGP) -> Tensor:
@@ -266,14 +269,14 @@ def test_a_batch_of_another_kind_is_refused():
 def noisy() -> afield.SNGP:
     net = nn.Sequential(nn.Linear(3, 6), nn.BatchNorm1d(6), nn.Dropout(0.5), nn.Linear(6, 3)).double()
     net[1].running_mean.normal_(generator=seed(4))
-    return afield.sngp(net, num_random_features=24, length_scale=1.5, generator=seed())
+    return afield.sngp(net, num_random_features=24, length_scale=1.5, generator=seed(), variance_features="same")
 
 
 def test_the_pass_runs_in_evaluation_mode_and_touches_nothing_but_the_posterior():
     model = noisy().train()
     model.net[1].eval()  # a user's frozen BatchNorm
     modes = [m.training for m in model.modules()]
-    before = {k: v.clone() for k, v in model.state_dict().items() if "precision" not in k}
+    before = {k: v.clone() for k, v in model.state_dict().items() if not re.search("precision|class_distance", k)}
     x = normal(40, 3)
     same(fitted(copy.deepcopy(model).eval(), [x]), fitted(model, x.split(7)))
     afield.fit_posterior(model, [x])
@@ -380,7 +383,7 @@ def test_merged_copies_are_one_model_that_saw_both_parts(cut, name):
 
 
 def test_posteriors_over_different_features_do_not_merge():
-    with pytest.raises(ValueError, match="copies of one model"):
+    with pytest.raises(ValueError, match="copies of one fitted model"):
         merge(fitted(make(), [normal(9, 3)]), fitted(make(generator=seed(5)), [normal(9, 3)]))
 
 

@@ -46,13 +46,16 @@ def write(root: Path, method: str, seed: int, sure: float, *, n: int = 3000, val
 
 
 def test_it_chooses_on_what_calibration_did_not_choose_by():
-    """The reference scores of a calibrated model are those of the very rows."""
+    """The scores of these rows are among the references of a calibrated model, or all of them."""
     torch.manual_seed(0)
     model = afield.sngp(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)), num_random_features=16)
     x, y = torch.randn(91, 3), torch.arange(91) % 2
     afield.fit_posterior(model, [torch.randn(50, 3)])
-    found = afield.calibrate(model, [(x, y)])
     fit, rest = cut_in_two(91)
+    afield.calibrate(model, [(x, y)])
+    distance = (model.predict(x[rest]).score().double()[:, None] - model.head.reference).abs().amin(1)
+    assert float(distance.max()) < 1e-6
+    found = afield.calibrate(model, [(x, y)], score="dempster_shafer")
     assert (len(fit), len(rest)) == (found.num_fitted, found.num_reference)
     torch.testing.assert_close(model.predict(x[rest]).score().double().sort().values, model.head.reference)
     assert sorted([*fit.tolist(), *rest.tolist()]) == list(range(91))

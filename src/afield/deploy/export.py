@@ -196,7 +196,7 @@ def _metadata(
         ],
         "outputs": [name for name in graph.outputs if name != HIDDEN],
         "labels": None if labels is None else [str(label) for label in labels],
-        "score": LIKELIHOODS[head.likelihood].score,
+        "score": head.score if head.calibrated else LIKELIHOODS[head.likelihood].score,
         "calibrated": alpha is not None,
         "alpha": alpha,
         "threshold": None if alpha is None else threshold(model, alpha),

@@ -49,7 +49,9 @@ def network(
     """An untrained network for a table; `head`: options of `GaussianProcessHead`."""
     hidden = ResFFN(in_features, depth=depth, width=width, dropout=dropout)
     net = nn.Sequential(Standardize(in_features), hidden, nn.Linear(width, out_features))
-    model = sngp(net, None if bound is None else {"1.*.branch.*": bound}, **head).double()
+    # Residual layers with a bound keep the distances of the table: the features of the mean see them best.
+    rules = None if bound is None else {"1.*.branch.*": bound}
+    model = sngp(net, rules, variance_features="same", **head).double()
     model.head.random_features.fraction = LENGTH_SCALE_FRACTION
     return model
 

@@ -13,6 +13,7 @@ from afield.estimators.network import predict
 from afield.estimators.rows import Rows
 from afield.gp.likelihoods import LIKELIHOODS
 from afield.model.calibration import calibrate
+from afield.model.evaluating import evaluating
 from afield.model.output_weights import fit_head
 from afield.model.posterior import fit_posterior
 from afield.model.sngp_model import SNGP
@@ -28,6 +29,24 @@ def finish(model: SNGP, rows: Rows) -> None:
     if LIKELIHOODS[model.head.likelihood].noisy:
         fit_head(model, rows.batches(), weights=rows.weight, progress=False)
     fit_posterior(model, rows.batches(), weights=rows.weight, progress=False)
+    if model.head.joined_score is not None:
+        _fit_score(model, rows)
+
+
+def _fit_score(model: SNGP, rows: Rows) -> None:
+    """The joined score, from the training rows: all held-out ones are then left for the reference.
+
+    Of the variance it takes v_i / (1 - w_i v_i), that of the row without itself.
+    """
+    head = model.head
+    with evaluating(model):
+        parts = [(model.hidden(part.x), part.weight) for part in rows.parts()]
+        sources = torch.cat([head.sources(*head.posterior(h), h) for h, _ in parts])
+        weight = torch.cat([weight for _, weight in parts]).to(sources)
+        sources[:, 0] /= (1 - weight * sources[:, 0]).clamp_min(1e-6)
+        assert head.joined_score is not None
+        head.joined_score.fit(sources)
+        head.set_score("joined")
 
 
 def calibrate_on(model: SNGP, held: Rows, *, stopped: bool, seed: int) -> None:
@@ -52,4 +71,4 @@ def calibrate_on(model: SNGP, held: Rows, *, stopped: bool, seed: int) -> None:
         else:
             calibrate(model, batches, weights=weights, amplitude=amplitude, seed=seed, progress=False)
     if stopped or not head.calibrated:
-        head.set_reference(torch.cat([model.predict(x).score() for x, _ in batches]))
+        head.set_reference(torch.cat([model.predict(x).score(head.score) for x, _ in batches]))

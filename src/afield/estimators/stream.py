@@ -34,10 +34,13 @@ def learn_keeping_reference(model: SNGP, rows: Rows, *, noise: float | None = No
 
 def learn(model: SNGP, rows: Rows, *, noise: float | None = None) -> None:
     """Learn new rows; `noise`: the noise variance that the output weights were solved with, if that has changed."""
-    if LIKELIHOODS[model.head.likelihood].noisy:
+    score = model.head.joined_score
+    if score is None:
         _regress(model, rows, 1.0, noise)
     else:
+        knots, excess = score.knots, score.excess
         _classify(model, rows)
+        score.knots, score.excess = knots, excess  # any score will do that does not know its reference
     model.fingerprint = Fingerprint(model.net)  # the output weights are others, and the posterior is theirs
 
 

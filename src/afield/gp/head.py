@@ -33,7 +33,7 @@ from afield.gp.variance_features import has_own_features, own_features
 from afield.prediction.p_values import conformal_p_value
 from afield.prediction.prediction import Prediction
 from afield.prediction.predictive import PREDICTIVES
-from afield.prediction.scores import symmetric
+from afield.prediction.scores import SCORES, symmetric
 
 SCALARS = ("ridge", "amplitude", "logit_scale", "noise")
 _PARTS = ("random_features", "variance_features", "precision", "class_distance", "joined_score")  # of the state
@@ -68,6 +68,7 @@ class GaussianProcessHead(nn.Module):
     training_error: Tensor
     reference: Tensor
     reference_count: Tensor
+    score_name: Tensor
 
     def __init__(
         self,
@@ -138,8 +139,13 @@ class GaussianProcessHead(nn.Module):
         # Sorted held-out scores, and the number of examples observed when they were taken.
         self.register_buffer("reference", torch.zeros(0, dtype=torch.float64))
         self.register_buffer("reference_count", torch.zeros((), dtype=torch.int64))
-        self.score = LIKELIHOODS[likelihood].score  # on which p-values rest
+        self.register_buffer("score_name", torch.zeros(0, dtype=torch.uint8))
+        self.set_score(LIKELIHOODS[likelihood].score)
         self._writing, self._publishing = Lock(rank=0), Lock(rank=1)
+
+    def unadapted(self) -> list[RandomFeatures]:
+        """The random features that do not know their length scale and moments yet."""
+        return [f for f in (self.random_features, self.variance_features) if f is not None and not f.adapted]
 
     @property
     def features_of_variance(self) -> RandomFeatures:
@@ -239,11 +245,15 @@ class GaussianProcessHead(nn.Module):
         if self.class_distance is not None:
             self.class_distance.reset()
         self.training_error = torch.zeros_like(self.training_error)
-        self.forget_reference()
+        self.forget_score()
 
     def forget_reference(self) -> None:
-        """Switch p-values and the joined score off until calibrated again."""
+        """Switch p-values off until calibrated again."""
         self.reference = self.reference[:0].clone()
+
+    def forget_score(self) -> None:
+        """Switch p-values and the joined score off until calibrated again: their sources have changed."""
+        self.forget_reference()
         if self.joined_score is not None:
             self.joined_score.forget()
 
@@ -325,6 +335,11 @@ class GaussianProcessHead(nn.Module):
             self.reference = scores.detach().double().sort().values.to(self.reference.device)
             self.reference_count = self.precision.count.clone()
 
+    def set_score(self, name: str) -> None:
+        """Choose the score on which p-values rest; a buffer carries its name into every copy and file."""
+        self.score = SCORES.check(name)
+        self.score_name = torch.tensor(list(name.encode()), dtype=torch.uint8, device=self.score_name.device)
+
     def set_scalars(self, **values: float) -> None:
         """Set ridge, amplitude, logit_scale or noise; the posterior is factorised again when next read."""
         for name, value in values.items():
@@ -338,6 +353,7 @@ class GaussianProcessHead(nn.Module):
             self.forget_reference()
             if values.keys() & {"ridge", "noise"}:
                 self.precision.stale()
+                self.forget_score()
 
     def mean_of(self, h: Tensor, phi: Tensor | None, psi: Tensor | None = None) -> Tensor:
         """f (N, K); phi and psi are the features of h where they are known."""
@@ -384,10 +400,13 @@ class GaussianProcessHead(nn.Module):
         return self
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        saved = state_dict.get(prefix + "reference")
-        if saved is not None and saved.dim() == 1:
-            self.reference = self.reference.new_zeros(saved.shape)
+        for name in ("reference", "score_name"):
+            saved = state_dict.get(prefix + name)
+            if saved is not None and saved.dim() == 1:
+                setattr(self, name, getattr(self, name).new_zeros(saved.shape))
         super()._load_from_state_dict(state_dict, prefix, *args)
+        if prefix + "score_name" in state_dict:
+            self.set_score(bytes(self.score_name.tolist()).decode())
 
     def extra_repr(self) -> str:
         return (

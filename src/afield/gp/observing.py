@@ -25,10 +25,9 @@ def accumulate(
     """Add examples to the sums of the head, or remove them; an error leaves the sums as they were."""
     head.checked(h)
     check_finite(h)
-    features = head.features_of_variance
-    if not features.adapted:
+    for features in head.unadapted():
         features.adapt(h)
-    psi = features(h, limited=False)
+    psi = head.features_of_variance(h, limited=False)
     # Unit weights need no logits, and known classes neither: with many of them they would cost more than the rest.
     needed = head.curvature != "unit" or (classes is None and head.class_distance is not None)
     rows = h.shape[0] if needed or logits is not None else min(1, h.shape[0])
@@ -49,7 +48,7 @@ def accumulate(
     if head.class_distance is not None:
         outputs = _outputs_of(head, classes, logits)
         head.class_distance.update(h, outputs, weights, sign=-1.0 if remove else 1.0)
-    head.forget_reference()
+    head.forget_score()
 
 
 def _outputs_of(head: "GaussianProcessHead", classes: Tensor | None, logits: Tensor) -> Tensor:

@@ -9,10 +9,8 @@ its probabilities stay as good, and distance keeps its say. Regression and rates
 prior's own, and regression fits the noise variance in place of s. A few held-out rows may be easy by chance, so the
 noise is raised until the variance of the target is, on average, at least the mean squared error on the training data.
 
-The held-out data is cut in two by a fixed permutation. One part fixes the score; the scores of the other are the
-reference for p-values. A score chosen by looking at its own reference would void the guarantee. The joined score of a
-classifier depends on neither amplitude nor scale, so that all of the data chooses these; another score may depend on
-them, and they come from the first part alone.
+The held-out data is cut in two by a fixed permutation. One part chooses the parameters and fixes the score; the scores
+of the other are the reference for p-values. A score chosen by looking at its own reference would void the guarantee.
 """
 
 import dataclasses
@@ -37,10 +35,9 @@ from afield.model.sngp_model import SNGP
 from afield.model.targets import other_kind, warn_of_kind
 from afield.prediction.prediction import Prediction
 from afield.prediction.predictive import MEAN_FIELD_FACTOR
-from afield.prediction.scores import SCORES
 
 JOINED = "joined"
-JOINED_FRACTION, FIT_FRACTION = 1 / 2, 2 / 3
+JOINED_FRACTION, FIT_FRACTION = 1 / 2, 2 / 3  # a joined score also needs rows to compare its sources with
 STANDARD_ERRORS = 1.645  # by which a mean exceeds another in one case of twenty
 _FEWEST = 20
 _DECADES = 3.0  # from its start to either side, in which the nuisance parameter is looked for
@@ -86,7 +83,7 @@ class Objective:
 
 @dataclass(frozen=True)
 class Calibration:
-    """What `calibrate` found; losses are log losses per example on the data that chose the parameters."""
+    """What `calibrate` found; losses are log losses per example on the part that chose the parameters."""
 
     logit_scale: float
     amplitude: float
@@ -126,8 +123,8 @@ def calibrate(
     amplitude     a positive number to keep, instead of the fitted one
     score         name of the score in `afield.scores.SCORES` that p-values shall rest on, and that `Prediction.score`
                   gives by default; None: joined for classes, variance otherwise
-    fit_fraction  the part of the data that fixes the score; the rest is the reference. None: a half for the joined
-                  score, two thirds for others
+    fit_fraction  the part of the data that chooses the parameters and fixes the score; the rest is the reference. None:
+                  a half for the joined score, two thirds for others
     seed          of the permutation that cuts the data
 
     Warns where the calibrated model cannot be told from guessing. Under torch.distributed give every rank the same
@@ -157,11 +154,9 @@ def calibrate(
         if hidden.shape[0] < _FEWEST:
             raise ValueError(f"calibrate expects at least {_FEWEST} held-out examples, got {hidden.shape[0]}.")
         likelihood = LIKELIHOODS[head.likelihood]
-        head.score = SCORES.check(score or (JOINED if head.joined_score is not None else likelihood.score))
-        joins = head.score == JOINED
-        fraction = fit_fraction or (JOINED_FRACTION if joins else FIT_FRACTION)
-        first, rest = (part.to(hidden.device) for part in cut_in_two(hidden.shape[0], fraction, seed))
-        fit = torch.arange(hidden.shape[0], device=hidden.device) if joins else first
+        head.set_score(score or (JOINED if head.joined_score is not None else likelihood.score))
+        fraction = fit_fraction or (JOINED_FRACTION if head.score == JOINED else FIT_FRACTION)
+        fit, rest = (part.to(hidden.device) for part in cut_in_two(hidden.shape[0], fraction, seed))
         objective = _objective(head, hidden[fit], y[fit], None if weight is None else weight[fit])
         if amplitude is not None:
             objective = dataclasses.replace(objective, grid=np.array([amplitude**2]))
@@ -173,7 +168,7 @@ def calibrate(
         if likelihood.noisy and _raise_noise(head, hidden[fit]):
             after = float(objective.mean(objective.loss(float(head.noise), amplitude**2)))
         if head.joined_score is not None:
-            head.joined_score.fit(_sources(head, hidden[first]))
+            head.joined_score.fit(_sources(head, hidden[fit]))
         head.set_reference(Prediction.cat([head.predict(h) for h in hidden[rest].split(4096)]).score(head.score))
         nuisance = float(head.noise if likelihood.noisy else head.logit_scale)
         _warn_of_guessing(head, objective, objective.loss(nuisance, amplitude**2), y[fit])
@@ -188,7 +183,10 @@ def _sources(head: GaussianProcessHead, hidden: Tensor) -> Tensor:
 
 
 def cut_in_two(count: int, fit_fraction: float = FIT_FRACTION, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Rows of the held-out data that fix the score, and rows whose scores are the reference for p-values."""
+    """Rows of the held-out data that choose the parameters, and rows whose scores are the reference for p-values.
+
+    With a smaller fraction the second part has the rows that it has with a larger one, and more.
+    """
     order = torch.randperm(count, generator=torch.Generator().manual_seed(seed))
     cut = min(count - 1, max(1, round(fit_fraction * count)))
     return order[:cut], order[cut:]

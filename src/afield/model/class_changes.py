@@ -111,7 +111,7 @@ def change_outputs(model: SNGP, added: Iterable[Tensor], dropped: Sequence[int])
     if head.class_distance is not None:
         head.class_distance.resize(head.first_outputs + len(added))
     model.settings = model.settings | {"classes": {"added": len(added), "dropped": list(dropped)}}
-    head.forget_reference()
+    head.forget_score()
 
 
 def _check(head: GaussianProcessHead, what: str, **wanted: str) -> None:

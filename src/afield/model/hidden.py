@@ -159,9 +159,9 @@ def adapt(features: RandomFeatures, examples: Hidden) -> None:
         moments = torch.stack([double.new_full(double.shape[1:], count), weighted.sum(0), (weighted * double).sum(0)])
         total = moments if total is None else total + moments
         # Every step-th row of all the data, so that a loader sorted by class shows all classes alike.
-        new = h[-rows % step :: step]
+        new = h[-rows % step :: step] if weight is None else h[weight > 0][-rows % step :: step]
         kept = torch.cat([kept, new]) if rows else new
-        rows += h.shape[0]
+        rows += h.shape[0] if weight is None else int((weight > 0).sum())
         while len(kept) > 2 * _SCALE_ROWS:
             kept, step = kept[::2], 2 * step
     if several_ranks():

@@ -68,10 +68,9 @@ def fit_posterior(
             share_statistics(model.net, skip=model.head)
             if weights is not None and not sharded:
                 weights = check_order(weights, loader)[dist.get_rank() :: dist.get_world_size()]
-        features = draft.features_of_variance
         if adapts and (draft.mean is not None or draft.variance_features is not None):  # only the variance rests on it
-            features.forget_data()
-        twice = not features.adapted
+            draft.features_of_variance.forget_data()
+        twice = bool(draft.unadapted())
         part = shard_loader(loader, sharded)
         examples = Hidden(model, part, weights=weights, keep=twice, fitting=True, progress=progress, **fields)
         _check_ranks_agree(model)
@@ -84,8 +83,8 @@ def fit_posterior(
 
 
 def _fit(head: GaussianProcessHead, examples: Hidden, fast: bool) -> None:
-    if not head.features_of_variance.adapted:
-        adapt(head.features_of_variance, examples)
+    for features in head.unadapted():
+        adapt(features, examples)
     residuals = torch.zeros(2, dtype=torch.float64)
     for h, target, weight in examples:
         head.observe(h, classes=_classes(head, target), weights=weight, fast=fast)
@@ -150,7 +149,7 @@ def merge(model: SNGP, other: SNGP) -> int:
         draft.precision.merge(theirs.precision)
         if draft.class_distance is not None and theirs.class_distance is not None:
             draft.class_distance.merge(theirs.class_distance)
-        draft.forget_reference()
+        draft.forget_score()
     return model.head.num_observed
 
 

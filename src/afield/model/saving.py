@@ -33,7 +33,6 @@ from afield.model.files import hash_json, read_tensors, sweep, sweep_temporary, 
 from afield.model.fingerprint import from_digest
 from afield.model.layers import layers_of
 from afield.model.sngp_model import CHANGED, REFIT, SNGP
-from afield.prediction.scores import SCORES
 from afield.version import __version__
 
 FORMAT = 3
@@ -69,7 +68,6 @@ def save(model: SNGP, path: str | os.PathLike[str], *, metadata: dict[str, Any] 
         "settings": model.settings | ({"bound": _bounds(model)} if model.kind == "sngp" else {}),
         "in_features": model.head.in_features,
         "out_features": model.head.out_features,
-        "score": model.head.score,
         "tensors": {"file": file, "bytes": len(payload), "sha256": digest},
         "fitted_with": None if model.fingerprint is None else model.fingerprint.digest,
         "metadata": metadata or {},
@@ -273,7 +271,6 @@ def _rebuild(index: dict[str, Any], net: nn.Module) -> SNGP:
             zeros = torch.zeros_like(model.head.features_of_variance.phase)
             added = [nn.Parameter(zeros.clone()) for _ in range(classes["added"])]
             change_outputs(model, added, classes["dropped"])
-        model.head.score = SCORES.check(index["score"])
         return model
     except (ValueError, TypeError, KeyError, AttributeError, IndexError, RuntimeError, OverflowError) as error:
         raise DamagedModel(f"The saved model does not fit {type(net).__name__}: {error}") from error

@@ -46,7 +46,8 @@ def likelihood_from_targets(
     options = model.settings["head"]
     if name is not None:
         head.curvature = choose_curvature(options.get("curvature", "auto"), name, head.covariance)
-        head.likelihood, head.score = name, LIKELIHOODS[name].score
+        head.likelihood = name
+        head.set_score(LIKELIHOODS[name].score)
     of_classes = head.class_distance, head.joined_score
     if name is not None and not LIKELIHOODS[name].of_classes:
         head.class_distance = head.joined_score = None
