@@ -2,8 +2,8 @@
 
 import copy
 import datetime
-import warnings
 import re
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path

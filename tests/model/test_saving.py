@@ -678,7 +678,7 @@ def test_an_index_of_an_earlier_format_is_told(tmp_path):
     folder = afield.save(model, tmp_path)
     index = json.loads((folder / INDEX).read_text())
     (folder / INDEX).write_text(json.dumps(index | {"format": 2}))
-    with pytest.raises(DamagedModel, match="has format 2, .* fit and save it again"):
+    with pytest.raises(DamagedModel, match=r"has format 2, .* fit and save it again"):
         afield.load(folder, mlp())
 
 

@@ -19,7 +19,7 @@ from afield.errors import Diverged
 from afield.estimators.rows import CHUNK, Rows
 from afield.experiment.training import load_batches, train
 from afield.gp.likelihoods import LIKELIHOODS
-from afield.model.convert import sngp
+from afield.model.convert import BoundRules, sngp
 from afield.model.evaluating import evaluating
 from afield.model.sngp_model import SNGP
 from afield.prediction.prediction import Prediction
@@ -50,7 +50,7 @@ def network(
     hidden = ResFFN(in_features, depth=depth, width=width, dropout=dropout)
     net = nn.Sequential(Standardize(in_features), hidden, nn.Linear(width, out_features))
     # Residual layers with a bound keep the distances of the table: the features of the mean see them best.
-    rules = None if bound is None else {"1.*.branch.*": bound}
+    rules: BoundRules = None if bound is None else {"1.*.branch.*": bound}
     model = sngp(net, rules, variance_features="same", **head).double()
     model.head.random_features.fraction = LENGTH_SCALE_FRACTION
     return model

@@ -69,6 +69,7 @@ class GaussianProcessHead(nn.Module):
     reference: Tensor
     reference_count: Tensor
     score_name: Tensor
+    score: str
 
     def __init__(
         self,

@@ -2,7 +2,7 @@
 
     p(y | x) = 1/M sum_m p_m(y | x),       p_m after its own predictive: its own variance, scale and mean field
 
-For classes, logits and variances are averaged as well, so that scores made of them read the average member; how much
+For classes, logits, variances and joined scores are averaged as well, so that scores read the average member; how much
 the members disagree is not in the variance, it is in `members`, for the mutual information. For real targets the
 mixture has a variance of its own, the members' mean variance plus the variance of their means.
 """
@@ -31,7 +31,11 @@ def average(predictions: Sequence[Prediction]) -> Prediction:
     probs = _stacked([p.probs for p in predictions])
     if probs is None:
         raise ValueError(f"Averaging expects class probabilities or gaussian targets, got {likelihood} predictions.")
-    return Prediction(outputs.mean(0), variance, probs.mean(0), probs, likelihood=likelihood)
+    joined = mean_of([p.joined for p in predictions])
+    default = predictions[0].default_score
+    return Prediction(
+        outputs.mean(0), variance, probs.mean(0), probs, joined=joined, likelihood=likelihood, default_score=default
+    )
 
 
 def mean_of(tensors: Sequence[Tensor | None]) -> Tensor | None:
