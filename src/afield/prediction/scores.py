@@ -7,6 +7,8 @@ energy                -log sum_k exp(m_k)
 dempster_shafer       K / (K + sum_k exp(z_k)),   z the mean-field logits, centred
 variance              v, averaged over the classes where there is one per class
 mutual_information    entropy of the mean of the members - mean entropy of the members
+gen                   sum over the M largest p_k of p_k^g (1 - p_k)^g,   M = min(K, 100), g = .1: the generalised
+                      entropy of Liu, Lochman and Zach, CVPR 2023, "GEN"
 min_distance          min_k d_k, of a model whose logits are minus its distances d to prototypes (IsoMax+)
 
 Each is a pure function of a `Prediction`; its line in `SCORES` says which fields it needs. Scores that are fitted to
@@ -53,7 +55,7 @@ def max_probability(prediction: Prediction) -> Tensor:
 
 def max_logit(prediction: Prediction) -> Tensor:
     """Minus the largest logit."""
-    return -_symmetric(prediction.logits).amax(-1)
+    return -symmetric(prediction.logits).amax(-1)
 
 
 def entropy(prediction: Prediction) -> Tensor:
@@ -61,14 +63,23 @@ def entropy(prediction: Prediction) -> Tensor:
     return _entropy(_need(prediction, "probs"))
 
 
+def gen(prediction: Prediction, *, power: float = 0.1, largest: int = 100) -> Tensor:
+    """The generalised entropy of the largest class probabilities."""
+    probs = _need(prediction, "probs")
+    p = probs.topk(min(largest, probs.shape[-1])).values
+    # Of the largest, the sum of all others, as in max_probability: the small power makes much of the last digits.
+    rest = torch.cat([max_probability(prediction)[..., None], 1 - p[..., 1:]], dim=-1)
+    return (p * rest).pow(power).sum(-1)
+
+
 def energy(prediction: Prediction) -> Tensor:
     """Minus the log of the sum of the exponentials of the logits."""
-    return -torch.logsumexp(_symmetric(prediction.logits), dim=-1)
+    return -torch.logsumexp(symmetric(prediction.logits), dim=-1)
 
 
 def dempster_shafer(prediction: Prediction) -> Tensor:
     """The Dempster-Shafer uncertainty of the mean-field logits; without a variance, of the logits themselves."""
-    logits = _symmetric(prediction.adjusted_logits())
+    logits = symmetric(prediction.adjusted_logits())
     # Softmax leaves the common level of the logits free, and a network trained elsewhere may have any.
     evidence = torch.logsumexp(logits - logits.mean(-1, keepdim=True), dim=-1)
     return torch.sigmoid(math.log(logits.shape[-1]) - evidence)
@@ -103,6 +114,7 @@ SCORES: Registry[Score] = Registry(
     max_probability=Score(max_probability, needs=("probs",)),
     max_logit=Score(max_logit),
     entropy=Score(entropy, needs=("probs",)),
+    gen=Score(gen, needs=("probs",)),
     energy=Score(energy),
     dempster_shafer=Score(dempster_shafer),
     variance=Score(variance, needs=("variance",)),
@@ -111,13 +123,13 @@ SCORES: Registry[Score] = Registry(
 )
 
 
-def _entropy(probs: Tensor) -> Tensor:
-    return torch.special.entr(probs).sum(-1)
-
-
-def _symmetric(logits: Tensor) -> Tensor:
+def symmetric(logits: Tensor) -> Tensor:
     """One logit z as the two logits (-z / 2, z / 2), so that scores treat both classes alike."""
     return logits if logits.shape[-1] > 1 else torch.cat([-logits / 2, logits / 2], dim=-1)
+
+
+def _entropy(probs: Tensor) -> Tensor:
+    return torch.special.entr(probs).sum(-1)
 
 
 def _need(prediction: Prediction, field: str) -> Tensor:
