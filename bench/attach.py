@@ -81,7 +81,7 @@ def main(splits: int = 10) -> None:
     shifted = {name: hidden_of(net, corrupted[name].tensors[0]) for name in track(corrupted, "corrupted sets")}
     seen = time.perf_counter()
     models, seconds = fitted(net.linear, batches(hidden["train"], labels["train"]))
-    scores = {name: make(64, 10) for name, make in FITTED.items()}
+    scores = {name: FITTED[name](64, 10) for name in ROWS if name in FITTED}
     for score in scores.values():
         score.update(hidden["train"], labels["train"])
     records, y = [], labels["test"]

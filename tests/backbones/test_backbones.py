@@ -6,10 +6,12 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from afield.backbones.normalize import IMAGENET_MEAN, IMAGENET_STD, Normalize
 from afield.backbones.resnet50 import BOUNDED, ResNet50
+from afield.backbones.resnet_cifar import ResNetCIFAR
 from afield.backbones.wide_resnet import WideResNet
 from afield.bounds.residual import Residual
 from afield.bounds.spectral import bound, bounds_of
@@ -18,6 +20,7 @@ from afield.methods.dropout import SampledDropout
 from afield.model.convert import bound_layers
 from afield.model.diagnose import certified, measured
 from afield.settings import Settings
+from tests.conftest import data_file
 
 
 def warm(net: nn.Module, x: Tensor) -> nn.Module:
@@ -93,6 +96,42 @@ def test_resnet50_has_the_names_and_the_size_of_public_checkpoints():
     block = rf"(conv[1-3]\.weight|bn[1-3]\.{norm}|downsample\.0\.weight|downsample\.1\.{norm})"
     known = rf"conv1\.weight|bn1\.{norm}|fc\.(weight|bias)|layer[1-4]\.[0-5]\.{block}"
     assert all(re.fullmatch(known, name) for name in names)
+
+
+@pytest.mark.parametrize("projection", [False, True])
+def test_resnet_cifar_is_the_network_written_out(projection: bool):
+    """With shortcuts of zeros, or of convolutions as in the second public ResNet-56."""
+    mean, std = (0.4, 0.5, 0.6), (0.2, 0.3, 0.4)
+    net = warm(ResNetCIFAR(8, 5, projection=projection, mean=mean, std=std).double(), torch.rand(8, 3, 16, 16).double())
+    w, x = net.state_dict(), torch.rand(2, 3, 16, 16).double()
+
+    def conv(x: Tensor, name: str, bn: str, stride: int = 1) -> Tensor:
+        kernel = w[f"{name}.weight"]
+        x = F.conv2d(x, kernel, stride=stride, padding=kernel.shape[2] // 2)
+        return F.batch_norm(x, *(w[f"{bn}.{part}"] for part in ("running_mean", "running_var", "weight", "bias")))
+
+    center, width = (torch.tensor(v).double()[:, None, None] for v in (mean, std))
+    y = F.relu(conv((x - center) / width, "conv1", "bn1"))
+    for stage in (1, 2, 3):
+        name, stride = f"layer{stage}.0", 1 + (stage > 1)
+        z = F.relu(conv(y, f"{name}.conv1", f"{name}.bn1", stride))
+        z = conv(z, f"{name}.conv2", f"{name}.bn2")
+        if stage > 1 and projection:
+            y = conv(y, f"{name}.downsample.0", f"{name}.downsample.1", 2)
+        elif stage > 1:
+            zeros = torch.zeros_like(z[:, : y.shape[1] // 2])
+            y = torch.cat([zeros, y[:, :, ::2, ::2], zeros], dim=1)
+        y = F.relu(z + y)
+    y = F.linear(y.mean((2, 3)), w["linear.weight"], w["linear.bias"])
+    torch.testing.assert_close(net(x), y, rtol=1e-6, atol=1e-6)
+
+
+def test_resnet_cifar_has_the_names_of_the_second_public_checkpoint():
+    file = load_file(data_file("weights/cifar10_resnet56_b.safetensors"))
+    with torch.device("meta"):
+        net = ResNetCIFAR(56, projection=True)
+    shapes = {name: t.shape for name, t in net.state_dict().items() if "num_batches" not in name}
+    assert {n.replace("fc.", "linear."): t.shape for n, t in file.items() if "num_batches" not in n} == shapes
 
 
 def test_hidden_vectors_without_classes():

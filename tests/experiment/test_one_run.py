@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from afield.errors import DamagedRun
 from afield.experiment import one_run, run_folder
 from afield.experiment.config import Config
-from afield.experiment.evaluation import evaluate, fit_scores, score_both
+from afield.experiment.evaluation import evaluate, fit_scores, output_layer, score_both
 from afield.experiment.many_runs import run_all, split_ensembles
 from afield.experiment.model_folder import open_model, restore_model
 from afield.experiment.one_run import run
@@ -31,6 +31,7 @@ from afield.experiment.suites import SUITES
 from afield.experiment.task_parts import predict_part
 from afield.methods import METHODS
 from afield.methods.ensemble import ensemble
+from afield.prediction.distance_scores import FITTED
 from afield.prediction.metrics import METRICS, auroc
 from afield.prediction.prediction import Prediction
 from afield.tasks import TASKS, Task
@@ -516,14 +517,32 @@ def test_shifted_sets_of_one_name_are_averaged(generator: torch.Generator):
 def test_scores_that_lack_their_fields_are_left_out(generator: torch.Generator):
     logits = torch.randn(20, 3, generator=generator)
     found = score_both(Prediction(logits, probs=logits.softmax(1)), Prediction(logits, probs=logits.softmax(1)), {})
-    assert set(found) == {"max_probability", "max_logit", "entropy", "energy", "dempster_shafer"}
+    assert set(found) == {"max_probability", "max_logit", "entropy", "gen", "energy", "dempster_shafer"}
 
 
 def test_fitted_scores_need_hidden_vectors():
     x, y = torch.randn(10, 2), torch.arange(10) % 2
     with_features = fit_scores(lambda x: Prediction(x, features=x), [(x, y)], 2)
-    assert set(with_features) == {"mahalanobis", "relative_mahalanobis", "knn"}
+    of_features = {"mahalanobis", "relative_mahalanobis", "unit_mahalanobis", "unit_relative_mahalanobis", "knn"}
+    assert set(with_features) == {*of_features, "nnguide", "she"}
+    assert set(fit_scores(lambda x: Prediction(x, features=x), [(x, y)], 2, output=torch.nn.Linear(2, 2))) == set(
+        FITTED
+    )
     assert fit_scores(lambda x: Prediction(x), [(x, y)], 2) == {}
+
+
+@pytest.mark.parametrize(
+    ("method", "dense"),
+    [("dnn", True), ("mc-dropout", True), ("frozen-attach", True), ("sngp", False), ("isomax-plus", False)],
+)
+def test_the_output_layer_is_the_dense_layer_over_the_hidden_vectors(method: str, dense: bool):
+    task, way = TASKS["two-moons"](0), METHODS[method]
+    model = way.build(task.backbone, task.num_outputs)
+    layer = output_layer(model)
+    assert (layer is not None) == dense
+    if layer is not None and way.loss is not None:  # else there is nothing to predict with before it is fitted
+        prediction = (way.hidden or way.predict)(model, task.test.tensors[0])
+        assert torch.equal(layer(prediction.features), prediction.logits)
 
 
 def test_predictions_file_needs_no_pickle(finished: run_folder.Run):

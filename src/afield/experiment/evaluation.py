@@ -18,11 +18,12 @@ from statistics import fmean
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from afield.experiment.metric_name import MetricName
 from afield.model.diagnose import distance_correlation
-from afield.prediction.distance_scores import FITTED, FittedScore
+from afield.model.sngp_model import SNGP
+from afield.prediction.distance_scores import FittedScore, make_all
 from afield.prediction.metrics import METRICS, OOD_METRICS, REGRESSION_METRICS
 from afield.prediction.prediction import Prediction, likelihood_of
 from afield.prediction.scores import SCORES
@@ -109,18 +110,29 @@ def score_both(
     return scores | {n: (s.score(in_domain), s.score(ood)) for n, s in fitted.items() if all(map(s.applies, both))}
 
 
-def fit_scores(predict: Callable[[Any], Prediction], train: Iterable[Any], num_classes: int) -> dict[str, FittedScore]:
-    """The scores of `afield.distance_scores`, fitted to hidden vectors of training data; none where there are none."""
+def fit_scores(
+    predict: Callable[[Any], Prediction], train: Iterable[Any], num_classes: int, *, output: nn.Linear | None = None
+) -> dict[str, FittedScore]:
+    """The scores of `afield.distance_scores`, fitted to hidden vectors of training data; none where there are none.
+
+    output  the dense layer over the hidden vectors, if there is one: without it, some scores are left out
+    """
     scores: dict[str, FittedScore] = {}
     for x, y in train:
-        features = predict(x).features
-        if features is None:
+        prediction = predict(x)
+        if prediction.features is None:
             return {}
         if not scores:
-            scores = {name: make(features.shape[1], num_classes) for name, make in FITTED.items()}
+            scores = make_all(prediction.features.shape[1], num_classes, output=output)
         for score in scores.values():
-            score.update(features, y)
+            score.update(prediction.features, y, prediction.logits)
     return scores
+
+
+def output_layer(model: nn.Module) -> nn.Linear | None:
+    """The dense layer over the hidden vectors of a model; None where its logits are made in another way."""
+    layer = model.head.mean if isinstance(model, SNGP) else model[-1] if isinstance(model, nn.Sequential) else None
+    return layer if isinstance(layer, nn.Linear) else None
 
 
 def targets(data: Any) -> Tensor:

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from afield.experiment import run_folder
 from afield.experiment.config import Config
 from afield.experiment.distributed import explain_failures, on_first_rank, rank_and_world
-from afield.experiment.evaluation import evaluate, fit_scores, targets
+from afield.experiment.evaluation import evaluate, fit_scores, output_layer, targets
 from afield.experiment.model_folder import restore_model
 from afield.experiment.run_folder import Results, Run, evenly_spaced_rows
 from afield.experiment.task_parts import parts_of, predict_batches
@@ -186,7 +186,7 @@ def _evaluate_model(
     fitted: dict[str, Any] = {}
     if not config.blind and on_first_rank(fabric, lambda: predictions["test"].probs is not None):
         train = predict_batches(predict_hidden, task.train, device=device, fabric=fabric)
-        fitted = fit_scores(lambda prediction: prediction, train, task.num_outputs)
+        fitted = fit_scores(lambda prediction: prediction, train, task.num_outputs, output=output_layer(model))
         if fabric is not None:
             deque(train, maxlen=0)  # the other processes have nothing to fit, but must predict to the end
     if not predictions:

@@ -9,6 +9,8 @@ variance              v, averaged over the classes where there is one per class
 joined                what the variance, the logits and the classes know together (`gp.joined_score`): the default of a
                       calibrated classifier
 mutual_information    entropy of the mean of the members - mean entropy of the members
+gen                   sum over the M largest p_k of p_k^g (1 - p_k)^g,   M = min(K, 100), g = .1: the generalised
+                      entropy of Liu, Lochman and Zach, CVPR 2023, "GEN"
 min_distance          min_k d_k, of a model whose logits are minus its distances d to prototypes (IsoMax+)
 
 Each is a pure function of a `Prediction`; its line in `SCORES` says which fields it needs. Scores that are fitted to
@@ -63,6 +65,15 @@ def entropy(prediction: Prediction) -> Tensor:
     return _entropy(_need(prediction, "probs"))
 
 
+def gen(prediction: Prediction, *, power: float = 0.1, largest: int = 100) -> Tensor:
+    """The generalised entropy of the largest class probabilities."""
+    probs = _need(prediction, "probs")
+    p = probs.topk(min(largest, probs.shape[-1])).values
+    # Of the largest, the sum of all others, as in max_probability: the small power makes much of the last digits.
+    rest = torch.cat([max_probability(prediction)[..., None], 1 - p[..., 1:]], dim=-1)
+    return (p * rest).pow(power).sum(-1)
+
+
 def energy(prediction: Prediction) -> Tensor:
     """Minus the log of the sum of the exponentials of the logits."""
     return -torch.logsumexp(symmetric(prediction.logits), dim=-1)
@@ -110,6 +121,7 @@ SCORES: Registry[Score] = Registry(
     max_probability=Score(max_probability, needs=("probs",)),
     max_logit=Score(max_logit),
     entropy=Score(entropy, needs=("probs",)),
+    gen=Score(gen, needs=("probs",)),
     energy=Score(energy),
     dempster_shafer=Score(dempster_shafer),
     variance=Score(variance, needs=("variance",)),
@@ -119,13 +131,13 @@ SCORES: Registry[Score] = Registry(
 )
 
 
-def _entropy(probs: Tensor) -> Tensor:
-    return torch.special.entr(probs).sum(-1)
-
-
 def symmetric(logits: Tensor) -> Tensor:
     """One logit z as the two logits (-z / 2, z / 2), so that scores treat both classes alike."""
     return logits if logits.shape[-1] > 1 else torch.cat([-logits / 2, logits / 2], dim=-1)
+
+
+def _entropy(probs: Tensor) -> Tensor:
+    return torch.special.entr(probs).sum(-1)
 
 
 def _need(prediction: Prediction, field: str) -> Tensor:
