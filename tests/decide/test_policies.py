@@ -18,10 +18,10 @@ from scipy import stats
 from torch import Tensor, nn
 
 import afield
-from afield.decide.binomial import rank, tail, upper_bound
 from afield.decide.conformal import KINDS, PredictionIntervals, PredictionSets, prediction_intervals, prediction_sets
 from afield.decide.policies import Outcome, Policy, policy
 from afield.decide.thresholds import coverage_threshold, risk_threshold
+from afield.prediction.binomial import rank, tail, upper_bound
 from afield.prediction.prediction import Prediction
 
 DELTA = 0.05

@@ -18,7 +18,8 @@ from afield.gp.features import RandomFeatures
 from afield.gp.head import GaussianProcessHead
 
 _POSTERIOR = (  # what fitting and calibrating set
-    *("ridge", "amplitude", "logit_scale", "noise", "training_error", "reference", "reference_count"),
+    *("ridge", "amplitude", "logit_scale", "noise", "training_error"),
+    *("reference", "reference_spans", "reference_count"),
     *("shift", "gain", "length_scale", "radius"),
 )
 _COUNTERS = ("num_steps", "num_binding", "num_batches_tracked")  # which change nothing
