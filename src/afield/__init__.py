@@ -77,6 +77,7 @@ _MODULES = {  # that are used by their short name
     "class_changes": "model",
     "diagnose": "model",
     "conformal": "decide",
+    "selection": "decide",
     "export": "deploy",
     "stacked": "methods",
 }

@@ -18,10 +18,10 @@ from scipy import stats
 from torch import Tensor, nn
 
 import afield
-from afield.decide.binomial import rank, tail, upper_bound
 from afield.decide.conformal import KINDS, PredictionIntervals, PredictionSets, prediction_intervals, prediction_sets
 from afield.decide.policies import Outcome, Policy, policy
 from afield.decide.thresholds import coverage_threshold, risk_threshold
+from afield.prediction.binomial import rank, tail, upper_bound
 from afield.prediction.prediction import Prediction
 
 DELTA = 0.05
@@ -260,7 +260,7 @@ def test_a_policy_of_false_alarms_decides_as_accept_does():
     p, y = calibrated(500)
     rule = policy(false_alarms=0.05)
     assert torch.equal(rule.decide(p), p.accept(0.05))
-    assert rule.guarantee == "At most 0.05 of in-domain inputs are refused as foreign."
+    assert rule.guarantee == "At most 0.05 of in-domain inputs are refused as foreign, on average over calibrations."
     assert rule.held_out is None
     assert policy(p, y, false_alarms=0.05).held_out == rule.outcome(p, y)
 

@@ -498,7 +498,7 @@ def test_a_wrong_export_is_found_and_nothing_is_written(
 
 def test_wrong_p_values_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, (x, _) = case("head alone")
-    monkeypatch.setattr(Graph, "p_value", lambda self, score: torch.ones_like(score))
+    monkeypatch.setattr(Graph, "p_value", lambda self, score, classes=None: torch.ones_like(score))
     with pytest.raises(ExportError, match="not those of its own scores"):
         export(model, tmp_path / "model.pt2", x, format="torch-export")
     assert not list(tmp_path.iterdir())

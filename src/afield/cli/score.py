@@ -1,6 +1,7 @@
 """`afield score`: the answers of a trained model to every row of large files."""
 
 import functools
+import math
 import os
 import platform
 import time
@@ -15,10 +16,12 @@ import tyro
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from afield.deploy import read_files, score_files
+from afield.deploy import flag_files, read_files, score_files
+from afield.deploy.flag_files import Selection
 from afield.deploy.score_files import Request, Scorer, Source
 from afield.experiment import ray_cluster, run_folder
 from afield.experiment.model_folder import hash_weights, is_saved, open_model, read_labels
+from afield.prediction.prediction import Prediction
 
 OnRows = Callable[[tuple[str, int]], None]
 """Is called with the name of a file and how many of its rows are done."""
@@ -50,6 +53,8 @@ class Score:
     """Of a folder written by afield.save: inputs are whole numbers, such as token ids."""
     alpha: float | None = None
     """Rate of false alarms behind `accepted`; None: 0.01, or the smallest that the calibration can tell."""
+    fdr: float | None = None
+    """Add the column `flagged`: rows far from the training data, of which on average at most this part is in-domain."""
     missing: Literal["error", "refuse"] = "error"
     """Rows with NaN, infinity or an empty cell: an error, or null answers that are not accepted."""
     batch_size: int = 1024
@@ -67,6 +72,8 @@ class Score:
         console, started = Console(), time.monotonic()
         if self.shape is not None and any(size < 1 for size in self.shape):
             raise ValueError(f"--shape must be positive numbers, got {' '.join(map(str, self.shape))}.")
+        if self.fdr is not None and not 0 < self.fdr < 1:
+            raise ValueError(f"--fdr must lie strictly between 0 and 1, got {self.fdr}.")
         sources = score_files.sources(self.input, self.out)
         request = Request(
             hash_weights(self.model),
@@ -87,19 +94,31 @@ class Score:
                         errors = self._score_locally(todo, request, on_rows)
                     else:
                         errors = self._score_on_cluster(todo, request, on_rows, self.cluster)
+                parts = [part for source in sources if (part := self.out / source.part).is_file()]
+                selection = None if errors else self._select(parts)
         except KeyboardInterrupt as stop:
             raise SystemExit("afield: stopped. The same command goes on with the unfinished files.") from stop
         if errors:
             more = f" ({len(errors)} of {len(todo)} files failed; the others are done.)" if len(todo) > 1 else ""
             raise ValueError(f"{errors[0]}{more}") from errors[0]
-        _print_summary(console, sources, todo, self.out, time.monotonic() - started)
+        before = len(sources) - len(todo)
+        _print_summary(console, parts, len(sources), before, self.out, time.monotonic() - started)
+        if selection is not None:
+            _print_selection(console, selection)
+
+    def _select(self, parts: list[Path]) -> Selection | None:
+        """Flag rows of all files together, or take flags away that an earlier command has left."""
+        if self.fdr is not None:
+            return flag_files.flag_files(parts, self.fdr)
+        flag_files.unflag_files(parts)
+        return None
 
     def _score_locally(self, todo: list[Source], request: Request, on_rows: OnRows) -> list[BaseException]:
         """Score the files one after the other in this process; return the errors."""
         errors: list[BaseException] = []
         if not todo:
             return errors
-        scorer = open_scorer(self.model, self.net, integers=self.integers)
+        scorer = open_scorer(self.model, self.net, integers=self.integers, p_values=self.fdr is not None)
         for source in todo:
             try:
                 _score_file(source, self.out, scorer, request, self.batch_size, on_rows)
@@ -112,37 +131,44 @@ class Score:
         self, todo: list[Source], request: Request, on_rows: OnRows, cluster: str
     ) -> list[BaseException]:
         """Score the files on a cluster; return the errors."""
-        model = (self.model.resolve(), self.net, self.integers)
+        model = (self.model.resolve(), self.net, self.integers, self.fdr is not None)
         tasks = [((source, request, model, self.batch_size), self.out) for source in todo]
         return ray_cluster.run_on_cluster(cluster, score_on_node, tasks, cpus=self.cpus_per_file, on_progress=on_rows)
 
 
-def open_scorer(folder: Path, net: str | None, *, integers: bool) -> Scorer:
-    """The model of a folder, as scoring uses it."""
+def open_scorer(folder: Path, net: str | None, *, integers: bool, p_values: bool = False) -> Scorer:
+    """The model of a folder, as scoring uses it; `p_values`: it is an error if there are none."""
     if not is_saved(folder) and (net is not None or integers):
         raise ValueError(f"--net and --integers are for folders written by afield.save; {folder} is not one.")
     opened = open_model(folder, net)
-    return Scorer(opened.predict, torch.int64 if integers else opened.dtype, opened.shape, opened.labels)
+
+    def predict(x: torch.Tensor) -> Prediction:
+        prediction = opened.predict(x)
+        if p_values and prediction.p_value is None:
+            raise ValueError(flag_files.NO_P_VALUES)
+        return prediction
+
+    return Scorer(predict, torch.int64 if integers else opened.dtype, opened.shape, opened.labels)
 
 
 def score_on_node(item: Any, out: Path, on_rows: OnRows) -> list[Path]:
     """Score one file on a node of the cluster; the files that were written."""
-    source, request, (folder, net, integers), batch_size = item
+    source, request, (folder, net, integers, p_values), batch_size = item
     for path in (source.path, folder):
         if not path.exists():
             raise ValueError(
                 f"{path} is not there on the node {platform.node()}: with --cluster, MODEL and INPUT must lie where "
                 "every node sees them under the same path."
             )
-    scorer = _cached_scorer(folder, net, integers, request.model)
+    scorer = _cached_scorer(folder, net, integers, p_values, request.model)
     part = _score_file(source, out, scorer, request, batch_size, on_rows)
     return [] if part is None else [part]
 
 
 @functools.lru_cache(maxsize=1)
-def _cached_scorer(folder: Path, net: str | None, integers: bool, identity: str) -> Scorer:
+def _cached_scorer(folder: Path, net: str | None, integers: bool, p_values: bool, identity: str) -> Scorer:
     """A worker scores many files with one model."""
-    return open_scorer(folder, net, integers=integers)
+    return open_scorer(folder, net, integers=integers, p_values=p_values)
 
 
 def _score_file(
@@ -170,14 +196,26 @@ def _show_progress(console: Console, todo: list[Source]) -> Iterator[OnRows]:
         yield on_rows
 
 
-def _print_summary(console: Console, sources: list[Source], todo: list[Source], out: Path, seconds: float) -> None:
+def _print_summary(console: Console, parts: list[Path], num_files: int, before: int, out: Path, seconds: float) -> None:
     _, parquet = read_files.arrow()
-    parts = [out / source.part for source in sources if (out / source.part).is_file()]
     count = sum(parquet.read_metadata(part).num_rows for part in parts)
-    before = f" ({len(sources) - len(todo)} were done before)" if len(todo) < len(sources) else ""
+    known = f" ({before} were done before)" if before else ""
     console.print(
-        f"{count:,} rows of {len(sources)} files{before} scored in [bold]{out}{os.sep}[/bold], {seconds:.0f} s.",
+        f"{count:,} rows of {num_files} files{known} scored in [bold]{out}{os.sep}[/bold], {seconds:.0f} s.",
         soft_wrap=True,
     )
     if parts and "p_value" not in parquet.read_schema(parts[0]).names:
         console.print("The model is not calibrated: there are no columns p_value and accepted.")
+
+
+def _print_selection(console: Console, found: Selection) -> None:
+    if found.flagged:
+        text = f"{found.flagged:,} rows are flagged (p-values up to {found.threshold:.3g}); of such flags at most "
+        text += f"{found.fdr:g} are in-domain on average."
+    else:
+        needed = math.ceil(found.rows * found.smallest / found.fdr)
+        text = f"No row is flagged: the smallest p-value, {found.smallest:.3g}, would have to be that of "
+        text += f"{needed:,} of {found.rows:,} rows at least. A larger reference has smaller ones."
+    if found.any_dependence:
+        text += " The p-values may depend on each other in any way, as those of an ensemble do; so fewer are flagged."
+    console.print(text, soft_wrap=True, highlight=False)

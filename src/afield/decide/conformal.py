@@ -26,7 +26,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from afield.decide.binomial import rank
+from afield.prediction.binomial import rank
 from afield.prediction.checks import check_labels
 from afield.prediction.prediction import Prediction, likelihood_of
 

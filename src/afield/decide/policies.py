@@ -9,8 +9,8 @@
 `held_out` is the `Prediction` of in-domain data that neither the network nor `afield.calibrate` has seen. About fresh
 in-domain inputs, whatever the model:
 
-false_alarms     refused at a rate of at most a, because P(p-value <= a) <= a. It goes with each of the others, which
-                 then speak of what it lets pass (risk) or of all inputs (coverage, cost)
+false_alarms     refused at a rate of at most a on average over calibrations, because P(p-value <= a) <= a. It goes with
+                 each of the others, which then speak of what it lets pass (risk) or of all inputs (coverage, cost)
 risk, coverage   hold with probability 1 - delta over the draw of the held-out data: proofs in `thresholds`
 cost             answer with the class of least expected cost if that is no more than a referral costs (Chow's rule):
                  the best there is if the probabilities are right. Held-out data only measures what it costs
@@ -141,7 +141,10 @@ class Policy:
         )
         sentences = []
         if self.false_alarms is not None:
-            sentences.append(f"At most {self.false_alarms:.4g} of in-domain inputs are refused as foreign.")
+            rate = f"{self.false_alarms:.4g}"
+            sentences.append(
+                f"At most {rate} of in-domain inputs are refused as foreign, on average over calibrations."
+            )
         if self.risk is not None:
             sentences.append(f"At most {self.risk:.4g} of the answers are wrong{confidence}.")
         if self.coverage is not None:

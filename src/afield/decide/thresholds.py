@@ -20,8 +20,8 @@ import math
 import torch
 from torch import Tensor
 
-from afield.decide.binomial import rank, tail
 from afield.errors import OutOfReach
+from afield.prediction.binomial import rank, tail
 
 _PLACING = 10  # one in so many examples places thresholds
 _MAIN_SHARE = 0.8  # of delta, for the sequence from a low threshold

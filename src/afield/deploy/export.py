@@ -29,12 +29,11 @@ from torch import Tensor
 from afield.deploy import onnx_file
 from afield.deploy.agreement import Agreement, compare, make_test_inputs
 from afield.deploy.onnx_file import METADATA, OLDEST_OPSET
-from afield.deploy.traced import HIDDEN, Graph, Inputs, chosen_alpha, expected, threshold
+from afield.deploy.traced import HIDDEN, Graph, Inputs, chosen_alpha, expected, implied_p_value, threshold
 from afield.errors import ExportError, NotFitted
 from afield.gp.likelihoods import LIKELIHOODS
 from afield.model.saving import write_file
 from afield.model.sngp_model import SNGP
-from afield.prediction.p_values import conformal_p_value
 from afield.version import __version__
 
 FORMATS = ("onnx", "torch-export")
@@ -169,7 +168,7 @@ def _deserialize(content: bytes) -> Callable[[tuple[Tensor, ...]], dict[str, Ten
 def _check_p_values(answers: dict[str, Tensor], model: SNGP, alpha: float | None) -> dict[str, Tensor]:
     """The answers, if p-values and acceptance are exactly what their score implies."""
     if alpha is not None:
-        p_value, _ = conformal_p_value(answers["score"], model.head.reference.cpu())
+        p_value = implied_p_value(model, answers)
         if not torch.equal(p_value, answers["p_value"]) or not torch.equal(p_value > alpha, answers["accepted"]):
             raise ExportError("The export's p-values are not those of its own scores; nothing was written.")
     return answers
@@ -200,7 +199,7 @@ def _metadata(
         "calibrated": alpha is not None,
         "alpha": alpha,
         "threshold": None if alpha is None else threshold(model, alpha),
-        "num_reference": graph.num_reference,
+        "num_reference": (graph.spans[:, 1] - graph.spans[:, 0]).tolist() or graph.num_reference,
         "precision": precision or "float32",
     }
 

@@ -25,7 +25,9 @@ from afield.deploy.traced import ALPHA
 from afield.prediction.prediction import Prediction
 from afield.version import __version__
 
-_ROW_GROUP = 65536  # rows that are written at a time
+ROW_GROUP = 65536  # rows that are written at a time
+ONE_REFERENCE = b"afield.one_reference"
+"""In the metadata of a part: whether all its p-values have one reference, unlike those of an ensemble."""
 
 
 @dataclass(frozen=True)
@@ -167,7 +169,7 @@ def score_file(
 ) -> Path | None:
     """Write the part of one file; None if the file has no rows. `on_rows` is called with the number of rows done."""
     pa, parquet = arrow()
-    about, part, done = {"afield": json.dumps(stamp(source, request))}, out / source.part, 0
+    about, part, done = {b"afield": json.dumps(stamp(source, request))}, out / source.part, 0
     with contextlib.ExitStack() as stack:
         writer, waiting = None, []
         for values, ids in read_files.read(
@@ -176,13 +178,15 @@ def score_file(
             columns = {"file": pa.repeat(source.name, len(values)), "row": np.arange(done, done + len(values))}
             columns |= {} if ids is None else {"id": ids}
             x, bad = _prepare_inputs(source, values, done, scorer, request)
-            waiting.append(pa.table(columns | _predict_columns(source, scorer, x, bad, request.alpha)))
+            prediction = _predict(source, scorer, x)
+            waiting.append(pa.table(columns | _to_columns(prediction, bad, request.alpha, scorer.labels)))
             done += len(values)
             if writer is None:
-                file = stack.enter_context(_write_in_one_step(part))
+                about[ONE_REFERENCE] = json.dumps(prediction.num_reference is not None)
+                file = stack.enter_context(write_in_one_step(part))
                 schema = waiting[0].schema.with_metadata(about)
                 writer = stack.enter_context(parquet.ParquetWriter(file, schema, compression="zstd"))
-            if sum(map(len, waiting)) >= _ROW_GROUP:
+            if sum(map(len, waiting)) >= ROW_GROUP:
                 writer.write_table(pa.concat_tables(waiting).replace_schema_metadata(about))
                 waiting = []
             on_rows(done)
@@ -247,13 +251,17 @@ def _prepare_inputs(
     return x.masked_fill(bad.reshape(-1, *[1] * len(shape)), 0), bad
 
 
-def _predict_columns(source: Source, scorer: Scorer, x: Tensor, bad: Tensor, alpha: float | None) -> dict[str, Any]:
-    pa, _ = arrow()
+def _predict(source: Source, scorer: Scorer, x: Tensor) -> Prediction:
     try:
         with torch.no_grad():
-            columns = answers(scorer.predict(x), alpha, scorer.labels)
+            return scorer.predict(x)
     except (RuntimeError, IndexError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"{source.name}: the model does not take its rows. {error}") from error
+
+
+def _to_columns(prediction: Prediction, bad: Tensor, alpha: float | None, labels: Sequence[str]) -> dict[str, Any]:
+    pa, _ = arrow()
+    columns = answers(prediction, alpha, labels)
     mask = bad.numpy()
     if mask.any() and "accepted" in columns:
         columns["accepted"] = columns["accepted"] & ~mask
@@ -273,7 +281,7 @@ def _to_column(pa: Any, values: np.ndarray, mask: np.ndarray | None) -> Any:
 
 
 @contextlib.contextmanager
-def _write_in_one_step(path: Path) -> Iterator[Path]:
+def write_in_one_step(path: Path) -> Iterator[Path]:
     """A temporary path to write to. It becomes `path`, flushed to disk, unless there was an error."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.unfinished")  # hidden: readers of the folder pass it over

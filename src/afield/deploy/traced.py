@@ -8,7 +8,7 @@ the score is `Prediction.score`, so that there is one formula for each. Two thin
 
 - ONNX has no searchsorted. The number of reference scores below a score is found by a binary search without branches,
   log2 n gathers on a table filled up with infinity: the same count, bit for bit, in memory that grows with the batch
-  alone.
+  alone. p-values by class have a binary search of their own, `class_p_value`, here and everywhere.
 - Max pooling in ONNX Runtime forgets NaN, and would give an answer where torch gives none. So a row with an input that
   is not finite gets a hidden vector of NaN. Every answer is then NaN and the p-value the smallest there is: refused.
 """
@@ -29,7 +29,7 @@ from afield.gp.likelihoods import LIKELIHOODS
 from afield.model.batches import split_batch
 from afield.model.layers import replace_layer
 from afield.model.sngp_model import SNGP
-from afield.prediction.p_values import conformal_p_value
+from afield.prediction.p_values import class_p_value, conformal_p_value, fewest_rows, predicted_class
 from afield.prediction.prediction import Prediction
 from afield.prediction.predictive import mean_field
 
@@ -84,6 +84,7 @@ class Graph(nn.Module):
     """
 
     table: Tensor
+    spans: Tensor
 
     def __init__(
         self, model: SNGP, inputs: Inputs, *, alpha: float | None = None, half: bool = False, hidden: bool = False
@@ -105,6 +106,7 @@ class Graph(nn.Module):
         reference = head.reference if head.calibrated else head.reference[:0]
         self.num_reference = reference.numel()
         self.score = head.score if head.calibrated else None
+        self.register_buffer("spans", head.reference_spans)
         size = 2 ** math.ceil(math.log2(self.num_reference + 1)) - 1
         table = torch.cat([reference, reference.new_full((size - self.num_reference,), math.inf)])
         # A float32 model's scores fit in float32, which every runtime can compare.
@@ -130,7 +132,8 @@ class Graph(nn.Module):
             answers = {"mean": prediction.mean, "std": prediction.std}
         answers |= {"variance": variance, "score": prediction.score(self.score)}
         if self.alpha is not None:
-            answers["p_value"] = self.p_value(answers["score"])
+            classes = predicted_class(prediction) if len(self.spans) else None
+            answers["p_value"] = self.p_value(answers["score"], classes)
             answers["accepted"] = answers["p_value"] > self.alpha
         return answers | ({HIDDEN: h} if self.with_hidden else {})
 
@@ -147,8 +150,10 @@ class Graph(nn.Module):
             h = h.masked_fill(~numbers.flatten(1).all(1, keepdim=True), math.nan)
         return h
 
-    def p_value(self, score: Tensor) -> Tensor:
-        """(1 + #{reference >= score}) / (n + 1): `predictive.conformal_p_value`."""
+    def p_value(self, score: Tensor, classes: Tensor | None = None) -> Tensor:
+        """(1 + #{reference >= score}) / (n + 1): `conformal_p_value`, or with classes `class_p_value`."""
+        if classes is not None:
+            return class_p_value(score, classes, self.table, self.spans)[0]
         key, below = score.to(self.table.dtype), torch.zeros_like(score, dtype=torch.int64)
         step = (len(self.table) + 1) // 2
         while step:
@@ -169,18 +174,34 @@ def chosen_alpha(model: SNGP, alpha: float | None) -> float | None:
             f"alpha={alpha:g} needs p-values, and this model was never calibrated, or its posterior has changed since. "
             "Call afield.calibrate(model, held_out_loader) first, or leave alpha out to export without p-values."
         )
-    smallest_p_value = 1 / (head.reference.numel() + 1)
+    smallest_p_value = 1 / (fewest_rows(head.reference, head.reference_spans) + 1)
     alpha = max(ALPHA, smallest_p_value) if alpha is None else alpha
     dummy = torch.ones(1)  # `accept` knows what alpha may be, and says so
     Prediction(dummy[:, None], p_value=dummy, smallest_p_value=smallest_p_value).accept(alpha)
     return alpha
 
 
-def threshold(model: SNGP, alpha: float) -> float:
-    """The largest score that is accepted: score <= threshold is the same as p_value > alpha."""
-    reference = model.head.reference
-    p_value, _ = conformal_p_value(reference, reference)
-    return float(reference[p_value.float() > alpha].max())  # in float32, as `accepted` compares them
+def threshold(model: SNGP, alpha: float) -> float | list[float]:
+    """The largest score that is accepted, for each class where p-values go by class: score <= threshold is the same as
+    p_value > alpha."""
+    head = model.head
+    spans = head.reference_spans.tolist() or [[0, head.reference.numel()]]
+    thresholds = []
+    for first, end in spans:
+        n, reference = end - first, head.reference[first:end]
+        above = n - torch.searchsorted(reference, reference)
+        p_value = (1 + above).float() / (n + 1)  # in float32, as `accepted` compares them
+        thresholds.append(float(reference[p_value > alpha].max()))
+    return thresholds if len(head.reference_spans) else thresholds[0]
+
+
+def implied_p_value(model: SNGP, answers: Mapping[str, Tensor]) -> Tensor:
+    """The p-values (N,) that belong to the other answers, by the names of `Graph`."""
+    reference, spans = model.head.reference.cpu(), model.head.reference_spans.cpu()
+    if not len(spans):
+        return conformal_p_value(answers["score"], reference)[0]
+    classes = predicted_class(Prediction(answers["logits"], answers["variance"], likelihood=model.head.likelihood))
+    return class_p_value(answers["score"], classes, reference, spans)[0]
 
 
 def expected(model: SNGP, inputs: Inputs, tensors: tuple[Tensor, ...], alpha: float | None) -> dict[str, Tensor]:

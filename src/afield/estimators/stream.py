@@ -27,9 +27,9 @@ def learn_keeping_reference(model: SNGP, rows: Rows, *, noise: float | None = No
     by which a new input is judged, while the reference scores stay; so no p-value falls. A classifier's score has no
     such order; there, more rows make it lower as a rule.
     """
-    reference = model.head.reference
+    reference, spans = model.head.reference, model.head.reference_spans
     learn(model, rows, noise=noise)
-    model.head.set_reference(reference)
+    model.head.keep_reference(reference, spans)
 
 
 def learn(model: SNGP, rows: Rows, *, noise: float | None = None) -> None:

@@ -42,7 +42,7 @@ CONFIG, LOG, CHECKPOINT, MODEL = "config.toml", "log.jsonl", "checkpoint.pt", "m
 PREDICTIONS, ENVIRONMENT, METRICS = "predictions.npz", "environment.json", "metrics.json"
 HASHES = "hashes.json"
 _FIELDS = ("logits", "variance", "probs", "p_value")
-_SCALARS = ("noise", "smallest_p_value")
+_SCALARS = ("noise", "smallest_p_value", "num_reference")
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class Run:
     def prediction(self, part: str) -> Prediction:
         """The prediction of a part of the task, without members and hidden vectors."""
         fields: dict[str, Any] = {f: self.array(f"{part}/{f}") for f in _FIELDS if f"{part}/{f}" in self}
-        fields |= {f: float(self._read(f"{part}/{f}")) for f in _SCALARS if f"{part}/{f}" in self}
+        fields |= {f: _number(self._read(f"{part}/{f}")) for f in _SCALARS if f"{part}/{f}" in self}
         return Prediction(**fields, likelihood=str(self._read(f"{part}/likelihood")))
 
     def array(self, name: str) -> Tensor:
@@ -126,6 +126,11 @@ class Results:
     arrays: Mapping[str, Tensor]
     metrics: Mapping[str, float]
     cost: Mapping[str, float]
+
+
+def _number(array: np.ndarray) -> Any:
+    """A number, or one for each row."""
+    return torch.from_numpy(array) if array.ndim else array.item()
 
 
 def read(folder: Path) -> Run:

@@ -30,7 +30,7 @@ from afield.gp.observing import accumulate
 from afield.gp.precision import COVARIANCES, Precision, choose_curvature, curvature_weights
 from afield.gp.snapshot import Lock, adopt, frozen_copy
 from afield.gp.variance_features import has_own_features, own_features
-from afield.prediction.p_values import conformal_p_value
+from afield.prediction.p_values import sort_reference, with_p_values
 from afield.prediction.prediction import Prediction
 from afield.prediction.predictive import PREDICTIVES
 from afield.prediction.scores import SCORES, symmetric
@@ -67,6 +67,7 @@ class GaussianProcessHead(nn.Module):
     noise: Tensor
     training_error: Tensor
     reference: Tensor
+    reference_spans: Tensor
     reference_count: Tensor
     score_name: Tensor
     score: str
@@ -137,8 +138,10 @@ class GaussianProcessHead(nn.Module):
             self.register_buffer(name, torch.tensor(value, dtype=torch.float64))
         # The mean squared error on the training data, 0 where it is not known; for calibration.
         self.register_buffer("training_error", torch.zeros((), dtype=torch.float64))
-        # Sorted held-out scores, and the number of examples observed when they were taken.
+        # Sorted held-out scores, where those of each class lie, if they go by class, and the number of examples
+        # observed when they were taken.
         self.register_buffer("reference", torch.zeros(0, dtype=torch.float64))
+        self.register_buffer("reference_spans", torch.zeros(0, 2, dtype=torch.int64))
         self.register_buffer("reference_count", torch.zeros((), dtype=torch.int64))
         self.register_buffer("score_name", torch.zeros(0, dtype=torch.uint8))
         self.set_score(LIKELIHOODS[likelihood].score)
@@ -250,7 +253,7 @@ class GaussianProcessHead(nn.Module):
 
     def forget_reference(self) -> None:
         """Switch p-values off until calibrated again."""
-        self.reference = self.reference[:0].clone()
+        self.reference, self.reference_spans = self.reference[:0].clone(), self.reference_spans[:0].clone()
 
     def forget_score(self) -> None:
         """Switch p-values and the joined score off until calibrated again: their sources have changed."""
@@ -320,20 +323,26 @@ class GaussianProcessHead(nn.Module):
             prediction = Prediction(mean, variance, features=h, noise=noise, likelihood=self.likelihood)
         if not self.calibrated:
             return prediction
-        p_value, smallest_p_value = conformal_p_value(prediction.score(self.score), self.reference)
-        return dataclasses.replace(
-            prediction, p_value=p_value, smallest_p_value=smallest_p_value, default_score=self.score
-        )
+        prediction = dataclasses.replace(prediction, default_score=self.score)
+        return with_p_values(prediction, self.reference, self.reference_spans)
 
     @property
     def calibrated(self) -> bool:
         """Whether p-values stand: reference scores were taken from the posterior as it is now."""
         return self.reference.numel() > 0 and int(self.reference_count) == self.num_observed
 
-    def set_reference(self, scores: Tensor) -> None:
-        """Keep the scores of held-out in-domain examples (N,), to which p-values compare new ones."""
+    def set_reference(self, scores: Tensor, classes: Tensor | None = None) -> None:
+        """Keep the scores of held-out in-domain examples (N,), to which p-values compare new ones.
+
+        classes  (N,): the predicted classes, by which p-values are to be taken; None: all are compared with all
+        """
+        num_classes = LIKELIHOODS[self.likelihood].num_classes(self.out_features)
+        self.keep_reference(*sort_reference(scores.detach().double().to(self.reference.device), classes, num_classes))
+
+    def keep_reference(self, reference: Tensor, spans: Tensor) -> None:
+        """Take over the reference of another state of the head, as it is."""
         with self._publishing:
-            self.reference = scores.detach().double().sort().values.to(self.reference.device)
+            self.reference, self.reference_spans = reference, spans
             self.reference_count = self.precision.count.clone()
 
     def set_score(self, name: str) -> None:
@@ -401,9 +410,9 @@ class GaussianProcessHead(nn.Module):
         return self
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        for name in ("reference", "score_name"):
+        for name, dims in (("reference", 1), ("reference_spans", 2), ("score_name", 1)):
             saved = state_dict.get(prefix + name)
-            if saved is not None and saved.dim() == 1:
+            if saved is not None and saved.dim() == dims:
                 setattr(self, name, getattr(self, name).new_zeros(saved.shape))
         super()._load_from_state_dict(state_dict, prefix, *args)
         if prefix + "score_name" in state_dict:

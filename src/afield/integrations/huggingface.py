@@ -209,7 +209,7 @@ class TextClassifier:
     max_length   tokens at which a text is cut; None: the tokenizer's own limit, or the network's
 
     `p_value` is small where the text is unlike the held-out data, and `accepted` is `p_value > alpha`: texts like
-    those are refused at a rate of at most alpha. `score` is the distance behind it: higher is further.
+    those are refused at a rate of at most alpha on average. `score` is the distance behind it: higher is further.
     """
 
     model: SNGP

@@ -8,7 +8,8 @@ gradient does, would not. Members start from different weights and draw differen
 batches in the same order, where the paper also shuffles for each.
 
 Twice the mean of p-values is a p-value, however they depend on each other (Vovk and Wang 2020): so the ensemble's
-`accept` keeps its guarantee, and is at most as eager to reject.
+`accept` keeps its guarantee, and is at most as eager to reject. It is on average over all classes, also where members
+have p-values by class: these are by the members' own classes, which may differ.
 """
 
 import dataclasses
@@ -65,9 +66,11 @@ def ensemble(method: Method[Model], size: int | None = None) -> Method[nn.Module
 
 def combine(predictions: Sequence[Prediction]) -> Prediction:
     """The members' predictions as one; without hidden vectors, which members do not share."""
-    p_value = mean_of([p.p_value for p in predictions])
-    smallest_p_value = max(p.smallest_p_value or 0.0 for p in predictions)
-    if p_value is None or len(predictions) == 1:
-        return dataclasses.replace(average(predictions), p_value=p_value, smallest_p_value=smallest_p_value or None)
-    p_value = (2 * p_value).clamp_max(1)
-    return dataclasses.replace(average(predictions), p_value=p_value, smallest_p_value=min(1.0, 2 * smallest_p_value))
+    joined, p_value = average(predictions), mean_of([p.p_value for p in predictions])
+    if p_value is None:
+        return joined
+    smallest = max(p.smallest_p_value or 0.0 for p in predictions)
+    if len(predictions) == 1:
+        rows = predictions[0].num_reference
+        return dataclasses.replace(joined, p_value=p_value, smallest_p_value=smallest or None, num_reference=rows)
+    return dataclasses.replace(joined, p_value=(2 * p_value).clamp_max(1), smallest_p_value=min(1.0, 2 * smallest))

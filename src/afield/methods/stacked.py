@@ -82,7 +82,7 @@ class _Member(nn.Module):
         self.net = replace_layer(plain.net, plain.output, nn.Identity())
         # Only the factor is read; reference scores, of which members may have different numbers, are the originals'.
         self.head.precision.free()
-        self.head.reference = self.head.reference[:0]
+        self.head.forget_reference()
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
         h = self.net(*args, **kwargs)

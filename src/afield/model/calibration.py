@@ -33,6 +33,7 @@ from afield.model.evaluating import evaluating
 from afield.model.hidden import Hidden, check_target
 from afield.model.sngp_model import SNGP
 from afield.model.targets import other_kind, warn_of_kind
+from afield.prediction.p_values import fewest_rows, predicted_class
 from afield.prediction.prediction import Prediction
 from afield.prediction.predictive import MEAN_FIELD_FACTOR
 
@@ -92,11 +93,12 @@ class Calibration:
     loss: float
     num_fitted: int
     num_reference: int
+    smallest_reference: int  # of the classes; all rows where p-values do not go by class
 
     @property
     def smallest_p_value(self) -> float:
-        """The smallest p-value there can be, hence the smallest useful alpha."""
-        return 1 / (self.num_reference + 1)
+        """The smallest p-value that every row can have, hence the smallest useful alpha."""
+        return 1 / (self.smallest_reference + 1)
 
 
 def calibrate(
@@ -108,6 +110,7 @@ def calibrate(
     weights: Tensor | None = None,
     amplitude: float | None = None,
     score: str | None = None,
+    per_class: bool = False,
     fit_fraction: float | None = None,
     seed: int = 0,
     progress: bool | None = None,
@@ -123,6 +126,8 @@ def calibrate(
     amplitude     a positive number to keep, instead of the fitted one
     score         name of the score in `afield.scores.SCORES` that p-values shall rest on, and that `Prediction.score`
                   gives by default; None: joined for classes, variance otherwise
+    per_class     compare a row with reference rows of the same predicted class, so that no class is refused more often
+                  than promised, however rare it is. Classes with fewer than 99 such rows share a reference
     fit_fraction  the part of the data that chooses the parameters and fixes the score; the rest is the reference. None:
                   a half for the joined score, two thirds for others
     seed          of the permutation that cuts the data
@@ -137,6 +142,8 @@ def calibrate(
         raise ValueError(f"amplitude must be positive and finite, got {amplitude}.")
     if fit_fraction is not None and not 0 < fit_fraction < 1:
         raise ValueError(f"fit_fraction must lie strictly between 0 and 1, got {fit_fraction}.")
+    if per_class and not LIKELIHOODS[head.likelihood].of_classes:
+        raise ValueError(f"per_class=True needs classes to predict, got a {head.likelihood} head: leave it out.")
     model.check_fresh("calibrate")
     with evaluating(model), model.head.revision(observes=False) as head:
         fields: dict[str, Any] = {"target": target, "inputs": inputs}
@@ -169,12 +176,13 @@ def calibrate(
             after = float(objective.mean(objective.loss(float(head.noise), amplitude**2)))
         if head.joined_score is not None:
             head.joined_score.fit(_sources(head, hidden[fit]))
-        head.set_reference(Prediction.cat([head.predict(h) for h in hidden[rest].split(4096)]).score(head.score))
+        reference = Prediction.cat([head.predict(h) for h in hidden[rest].split(4096)])
+        head.set_reference(reference.score(head.score), predicted_class(reference) if per_class else None)
         nuisance = float(head.noise if likelihood.noisy else head.logit_scale)
         _warn_of_guessing(head, objective, objective.loss(nuisance, amplitude**2), y[fit])
-    return Calibration(
-        float(head.logit_scale), amplitude, float(head.noise), before, after, int(fit.numel()), int(rest.numel())
-    )
+    smallest = fewest_rows(head.reference, head.reference_spans)
+    counts = (int(fit.numel()), int(rest.numel()), smallest)
+    return Calibration(float(head.logit_scale), amplitude, float(head.noise), before, after, *counts)
 
 
 def _sources(head: GaussianProcessHead, hidden: Tensor) -> Tensor:

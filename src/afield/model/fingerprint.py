@@ -18,7 +18,8 @@ from afield.gp.features import RandomFeatures
 from afield.gp.head import GaussianProcessHead
 
 _POSTERIOR = (  # what fitting and calibrating set
-    *("ridge", "amplitude", "logit_scale", "noise", "training_error", "reference", "reference_count", "score_name"),
+    *("ridge", "amplitude", "logit_scale", "noise", "training_error"),
+    *("reference", "reference_spans", "reference_count", "score_name"),
     *("shift", "gain", "length_scale", "radius"),
 )
 _SUMS = ("precision", "class_distance", "joined_score")  # of the head, which fitting and calibrating fill

@@ -107,7 +107,7 @@ class SNGP(nn.Module):
         if self.fingerprint is None or torch.compiler.is_compiling() or self.fingerprint.still_holds(self.net):
             return prediction
         warnings.warn(f"{CHANGED} The variance is of other weights, and p-values are off. {REFIT}", StaleWarning, 2)
-        return dataclasses.replace(prediction, p_value=None, smallest_p_value=None)
+        return dataclasses.replace(prediction, p_value=None, smallest_p_value=None, num_reference=None)
 
     def is_fresh(self) -> bool:
         """Whether the network is, by its content, the one that its posterior was fitted with."""

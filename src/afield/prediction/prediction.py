@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from afield.prediction.p_values import largest_rank
 from afield.prediction.predictive import shrink
 
 if TYPE_CHECKING:
@@ -28,7 +29,10 @@ class Prediction:
     p_value   (N,)       conformal p-value of "this is in-domain", or None until calibrated
     joined    (N,)       the joined score, of a calibrated classifier, or None
     noise                variance of the observation noise (gaussian), or None
-    smallest_p_value               the smallest p-value there can be, 1 / (held-out examples + 1); None until calibrated
+    smallest_p_value     the smallest p-value that every row can have, 1 / (reference rows + 1), of the smallest
+                         reference where there is one by class; None until calibrated
+    num_reference        reference rows behind the p-values, (N,) where they go by class; None until calibrated, and for
+                         ensembles, whose p-values have several references
     default_score        name of the score on which p-values rest; None until calibrated
     """
 
@@ -41,6 +45,7 @@ class Prediction:
     joined: Tensor | None = None
     noise: float | None = None
     smallest_p_value: float | None = None
+    num_reference: int | Tensor | None = None
     likelihood: str = "categorical"
     default_score: str | None = None
 
@@ -57,7 +62,11 @@ class Prediction:
         return self._map(lambda t: t[index], lambda t: t[:, index])
 
     def to(self, *args: Any, **kwargs: Any) -> "Prediction":
-        return self._map(lambda t: t.to(*args, **kwargs))
+        def move(t: Tensor) -> Tensor:
+            moved = t.to(*args, **kwargs)
+            return moved if t.is_floating_point() else t.to(moved.device)  # counts stay whole
+
+        return self._map(move)
 
     def numpy(self) -> dict[str, np.ndarray]:
         """The tensors that are there, by name, as arrays."""
@@ -74,10 +83,16 @@ class Prediction:
         parts = [p._tensors() for p in predictions]
         if any(p.keys() != parts[0].keys() for p in parts):
             raise ValueError(f"Cannot join predictions with different fields: {[sorted(p) for p in parts]}.")
-        kinds = {(p.likelihood, p.noise, p.smallest_p_value, p.default_score) for p in predictions}
+        kinds = {
+            (
+                *(p.likelihood, p.noise, p.smallest_p_value, p.default_score),
+                p.num_reference if isinstance(p.num_reference, int) else None,
+            )
+            for p in predictions
+        }
         if len(kinds) > 1:
             raise ValueError(
-                f"Cannot join predictions of different likelihood, noise, smallest p-value or default score: "
+                f"Cannot join predictions of different likelihood, noise, smallest p-value, score or reference: "
                 f"{sorted(map(str, kinds))}."
             )
         joined = {n: torch.cat([p[n] for p in parts], dim=1 if n == "members" else 0) for n in parts[0]}
@@ -122,19 +137,55 @@ class Prediction:
         half = self.std * float(torch.special.ndtri(torch.tensor(0.5 + level / 2, dtype=torch.float64)))
         return self.mean - half, self.mean + half
 
-    def accept(self, alpha: float = 0.01) -> Tensor:
-        """True (N,) where the input passes as in-domain; in-domain inputs fail at a rate of at most alpha."""
-        if not 0 < alpha < 1:
-            raise ValueError(f"alpha must lie strictly between 0 and 1, got {alpha}.")
+    def accept(self, alpha: float = 0.01, *, delta: float | None = None) -> Tensor:
+        """True (N,) where the input passes as in-domain; in-domain inputs fail at a rate of at most alpha.
+
+        delta  None: on average over draws of the held-out data. A number: with probability 1 - delta over these draws,
+               for every class by itself where p-values go by class
+        """
+        for name, rate in (("alpha", alpha), ("delta", delta)):
+            if rate is not None and not 0 < rate < 1:
+                raise ValueError(f"{name} must lie strictly between 0 and 1, got {rate}.")
         p_value = self._need("p_value", "accept", "Call afield.calibrate(model, held_out_loader) first, and again "
                              "after any change of the posterior.")  # fmt: skip
+        if delta is not None:
+            return self._accept_with_confidence(p_value, alpha, delta)
         if self.smallest_p_value is not None and alpha < self.smallest_p_value:
             raise ValueError(
                 f"alpha = {alpha:g} is finer than the held-out data can tell: the smallest p-value is "
                 f"{self.smallest_p_value:g}, so nothing would ever be rejected. Calibrate on at least "
-                f"{math.ceil(1 / alpha) - 1} reference examples, or use a larger alpha."
+                f"{math.ceil(1 / alpha) - 1} reference examples{self._of_each_class}, or use a larger alpha."
             )
         return p_value > alpha
+
+    def _accept_with_confidence(self, p_value: Tensor, alpha: float, delta: float) -> Tensor:
+        """Refuse ranks p (n + 1) of at most `largest_rank`, which is less than alpha (n + 1)."""
+        n = self.num_reference
+        if n is None:
+            raise ValueError(
+                "delta needs p-values of one reference, and these have several, or one that is not known (an "
+                "ensemble's are twice the mean of its members'). Leave delta out: at most alpha on average."
+            )
+        sizes = {n} if isinstance(n, int) else set(n.unique().tolist())
+        if self.smallest_p_value is not None:
+            sizes.add(round(1 / self.smallest_p_value) - 1)  # whether there are enough does not depend on the batch
+        ranks = {size: largest_rank(size, alpha, delta) for size in sorted(sizes)}
+        if not all(ranks.values()):
+            raise ValueError(
+                f"alpha = {alpha:g} cannot be promised with confidence {1 - delta:g} from {min(sizes)} reference "
+                f"examples{self._of_each_class}. Calibrate on at least "
+                f"{math.ceil(math.log(delta) / math.log1p(-alpha))}, or use a larger alpha or delta."
+            )
+        if isinstance(n, int):
+            return (p_value.double() * (n + 1)).round() > ranks[n]
+        most = torch.zeros_like(n)
+        for size, k in ranks.items():
+            most = torch.where(n == size, k, most)
+        return (p_value.double() * (n + 1)).round() > most
+
+    @property
+    def _of_each_class(self) -> str:
+        return " of each class or group of small classes" if isinstance(self.num_reference, Tensor) else ""
 
     def score(self, name: str | None = None) -> Tensor:
         """How far (N,) from the training data: higher is further. Names: `afield.scores.SCORES`.
