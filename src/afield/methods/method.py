@@ -82,10 +82,9 @@ class Method(Generic[Model]):
     transform   batch -> batch, in training only
     members     of an ensemble, or None
     trained_as  the method whose training is the same, or None
-    calibrate   model, validation batches, settings: the last step of `finish`, which `trained_as` does not have; None:
-                there is no such step
-    own_dropout whether a rate of dropout in the settings makes the training another one
     hidden      as `predict`, where only the hidden vectors of a prediction count; None: `predict`
+    calibrate   model, validation batches, settings: the last step of `finish`, which `trained_as` lacks, or None
+    own_dropout  whether a rate of dropout in the settings makes the training another one
     """
 
     build: Build[Model]

@@ -4,8 +4,8 @@
 
 The average of calibrated predictions is not calibrated: where the parts disagree it is less sure than any of them. So s
 and a are chosen for the log loss of the mixture, by the rule of a single model and on the same part of the held-out
-data (`model.calibration`; the paper estimates its amplitude on validation data in all experiments). Dense parts have no
-variance: s alone is chosen, their temperature. A mixture of M copies of one model is calibrated as the model is.
+data (`model.calibration`). The paper, too, gives its ensembles amplitudes of their own (table hyper_param). Dense parts
+have no variance: s alone is chosen, their temperature. M copies of one model are calibrated as the model is.
 
 Real targets have one factor a^2 of the mixture's whole variance, noise included: of all factors that the held-out log
 loss cannot tell from the best, the nearest to 1.
