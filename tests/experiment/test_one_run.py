@@ -29,8 +29,10 @@ from afield.experiment.one_run import run
 from afield.experiment.run_folder import read_log
 from afield.experiment.suites import SUITES
 from afield.experiment.task_parts import predict_part
+from afield.experiment.training import batches
 from afield.methods import METHODS
 from afield.methods.ensemble import ensemble
+from afield.methods.mixture import AS_THEY_ARE, Scales, add_scales, rescale, scales_of
 from afield.prediction.distance_scores import FITTED
 from afield.prediction.metrics import METRICS, auroc
 from afield.prediction.prediction import Prediction
@@ -334,8 +336,13 @@ def test_ensemble_is_assembled_from_its_members_folders(pair: str, tmp_path: Pat
     finished = run(asked, tmp_path)
     members = [open_model(tmp_path / m.folder) for m in asked.members]
     x = members[0].task.test.tensors[0]
-    expected = torch.stack([member.predict(x).probs for member in members]).mean(0)
+    scales = Scales(*finished.array("ensemble_scales").tolist())
+    expected = torch.stack([rescale(member.predict(x), scales).probs for member in members]).mean(0)
     torch.testing.assert_close(finished.prediction("test").probs, expected)
+    together = torch.nn.ModuleList([member.model for member in members])
+    METHODS[pair].calibrate(add_scales(together, "ensemble"), batches(members[0].task.val))
+    assert scales_of(together, "ensemble") == pytest.approx(scales, rel=1e-5)  # as if they had been trained together
+    assert scales != AS_THEY_ARE
     assert "auroc/far/mutual_information" in finished.metrics
     assert finished.cost["parameters"] == 2 * run_folder.read(tmp_path / asked.members[0].folder).cost["parameters"]
     with pytest.raises(ValueError, match="has no model of its own: load its members, two-moons/sngp/2, two-moons"):
@@ -369,6 +376,22 @@ def test_weights_of_the_same_training_are_copied(tmp_path: Path, monkeypatch: py
     state = open_model(copied.folder).model.state_dict()
     for name, tensor in open_model(own.folder).model.state_dict().items():
         assert torch.equal(tensor, state[name]), name
+
+
+def test_a_temperature_takes_the_weights_of_the_plain_network_and_is_calibrated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    asked = config("dnn-temperature", dropout=0.3)  # of which the plain network knows nothing
+    own = run(asked, tmp_path / "own")
+    plain = run(config("dnn", dropout=0.3), tmp_path / "copied")
+    monkeypatch.setattr(one_run, "fit", None)  # not trained again
+    copied = run(asked, tmp_path / "copied")
+    assert copied.metrics == own.metrics
+    assert copied.metrics["accuracy/clean"] == plain.metrics["accuracy/clean"]
+    assert copied.metrics["nll/val"] < plain.metrics["nll/val"]
+    scale = float(copied.array("logit_scale"))
+    assert scale == scales_of(open_model(copied.folder).model, "temperature").logit_scale != 1
+    torch.testing.assert_close(copied.prediction("test").logits, scale * plain.prediction("test").logits)
 
 
 def test_dropout_of_the_settings_replaces_the_backbones_own():

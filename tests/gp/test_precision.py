@@ -138,6 +138,26 @@ def test_scaling_the_features_is_scaling_the_ridge(number, scale, ridge):
     torch.testing.assert_close(reference(scale, ridge), scale**2 * reference(1.0, ridge / scale**2), rtol=1e-9, atol=0)
 
 
+@few
+@given(number=seeds, sigma=st.floats(0.05, 20.0), ridge=st.floats(1e-2, 1e2), factor=st.floats(1e-3, 30.0))
+def test_the_papers_amplitude_and_its_codes_factor_have_their_ridge_and_amplitude_here(number, sigma, ridge, factor):
+    """docs/method.md: v = a^2 var(phi, r) with (a, r) = (1, r / sigma^2) and (sqrt(8 lambda r / pi), 2 r / D)."""
+    phi, new, d = normal(15, 6, number=number), normal(7, 6), 6
+
+    def ours(amplitude: float, ridge: float) -> torch.Tensor:
+        return amplitude**2 * variance(fitted(phi), new, ridge)
+
+    # The paper: f ~ N(0, sigma^2 K), a unit prior over features sigma phi / sqrt(r), unit weights.
+    prior, gram, cross = (sigma**2 / ridge * k for k in (new @ new.T, phi @ phi.T, phi @ new.T))
+    dual = (prior - cross.T @ torch.linalg.solve(gram + eye(15), cross)).diagonal()
+    torch.testing.assert_close(ours(1.0, ridge / sigma**2), dual, rtol=1e-7, atol=1e-9 * float(prior.max()))
+    # Its code: features without sqrt(2/D), the ridge once more outside, lambda in the place of pi/8.
+    bare, bare_new = (math.sqrt(d / 2) * features for features in (phi, new))
+    returned = ridge * (bare_new @ torch.linalg.inv(ridge * eye(d) + bare.T @ bare) * bare_new).sum(1)
+    same = ours(math.sqrt(8 * factor * ridge / math.pi), 2 * ridge / d)
+    torch.testing.assert_close(math.pi / 8 * same, factor * returned, rtol=1e-8, atol=0)
+
+
 def test_without_examples_the_variance_is_the_prior():
     new = normal(7, 6)
     torch.testing.assert_close(variance(fitted(normal(0, 6)), new, 4.0), new.square().sum(1) / 4)

@@ -40,6 +40,7 @@ def column(name: str) -> Column:
     [
         ("dnn", "single", "dnn"),
         ("isomax-plus", "single", "isomax-plus"),
+        ("dnn-temperature", "single", "dnn-temperature"),
         ("mc-dropout", "dropout", "dnn"),
         ("deep-ensemble", "ensemble", "dnn"),
         ("dnn-gp-ensemble", "ensemble", "dnn-gp"),
@@ -54,7 +55,18 @@ def test_a_method_has_its_place(method: str, family: str, base: str):
 
 
 def test_rows_go_from_dense_to_distance_aware_then_dropout_ensembles_gps():
-    wanted = ["dnn", "isomax-plus", "dnn-sn", "duq-gp", "dnn-gp", "sngp", "unknown", "sngp-augmix", "mc-dropout"]
+    wanted = [
+        "dnn",
+        "dnn-temperature",
+        "isomax-plus",
+        "dnn-sn",
+        "duq-gp",
+        "dnn-gp",
+        "sngp",
+        "unknown",
+        "sngp-augmix",
+        "mc-dropout",
+    ]
     wanted += ["sngp-dropout", "deep-ensemble", "sngp-ensemble", "gp-exact", "gp-hmc"]
     tasks, notes = group_runs(a_run(method) for method in sorted(wanted))
     assert [group.name for group in tasks["t"]] == wanted

@@ -85,10 +85,10 @@ class Config:
     @property
     def same_training(self) -> "Config | None":
         """The run of another method that trains the same weights, such as sngp for sngp-dropout, if there is one."""
-        base = METHODS[self.method].trained_as
-        if base is None or self.settings.dropout is not None:
+        method = METHODS[self.method]
+        if method.trained_as is None or (method.own_dropout and self.settings.dropout is not None):
             return None
-        return replace(self, method=_name_of(base))
+        return replace(self, method=_name_of(method.trained_as))
 
 
 _AT_LEAST_ONE = ("epochs", "batch_size", "num_random_features", "members")

@@ -25,6 +25,7 @@ from afield.experiment import run_folder
 from afield.experiment.config import Config, list_folders
 from afield.experiment.run_folder import Run
 from afield.methods import METHODS
+from afield.methods.mixture import unit_scales
 from afield.model import saving
 from afield.model.files import read_tensors
 from afield.model.sngp_model import SNGP
@@ -154,10 +155,13 @@ def make_network(name: str) -> nn.Module:
 
 
 def restore_model(config: Config, task: Task, weights: Path) -> nn.Module:
-    """The trained model of a config, from the file of its weights, in evaluation mode."""
+    """The trained model of a config, from the file of its weights, in evaluation mode.
+
+    The weights may be those of the method that it is trained as: its scales are then 1.
+    """
     model = METHODS[config.method].build(task.backbone, task.num_outputs, config.settings)
     try:
-        model.load_state_dict(read_tensors(run_folder.read_file(weights)))
+        model.load_state_dict(unit_scales(model) | read_tensors(run_folder.read_file(weights)))
     except DamagedModel:
         raise
     except (ValueError, RuntimeError) as error:

@@ -2,7 +2,8 @@
 
 A finished run is read, never made again. A stopped run goes on after its last epoch. A run that another process is
 making is refused. An ensemble is combined from the folders of its members: seed s of size M has the members
-s M .. s M + M - 1, which are runs of their own and are trained where they are missing.
+s M .. s M + M - 1, which are runs of their own and are trained where they are missing. It is calibrated as a whole on
+their predictions of validation data.
 """
 
 import contextlib
@@ -31,8 +32,10 @@ from afield.experiment.evaluation import evaluate, fit_scores, output_layer, tar
 from afield.experiment.model_folder import restore_model
 from afield.experiment.run_folder import Results, Run, evenly_spaced_rows
 from afield.experiment.task_parts import parts_of, predict_batches
-from afield.experiment.training import OnEpoch, fit
+from afield.experiment.training import OnEpoch, batches, fit
 from afield.methods import METHODS
+from afield.methods.ensemble import combine, mean_scale
+from afield.methods.mixture import fit_scales, logit_scale_of
 from afield.model.batches import device_of
 from afield.prediction.prediction import Prediction
 from afield.tasks import TASKS, Task
@@ -41,6 +44,7 @@ from afield.version import __version__
 if TYPE_CHECKING:
     from lightning.fabric import Fabric
 
+LOGIT_SCALE, SCALES = "logit_scale", "ensemble_scales"  # arrays of a single model's run, and of an ensemble's
 _NUM_DRAWN = 500  # hidden vectors and OOD inputs of a part that are kept for pictures
 
 
@@ -123,7 +127,7 @@ def _train_model(config: Config, out: Path, task: Task, *, on_epoch: OnEpoch, fa
     """The trained model: from its file, if there is one, else by training."""
     folder = out / config.folder
     weights, leads = folder / run_folder.MODEL, rank_and_world(fabric)[0] == 0
-    on_first_rank(fabric, lambda: _copy_same_training(config, out))
+    on_first_rank(fabric, lambda: _reuse_same_training(config, out, task))
     if on_first_rank(fabric, weights.is_file):
         model = restore_model(config, task, weights)
         return model if fabric is None else model.to(fabric.device)
@@ -151,21 +155,29 @@ def _train_model(config: Config, out: Path, task: Task, *, on_epoch: OnEpoch, fa
     )
     if leads:
         log({"finish": True})
-    state = {name: t.detach().cpu().contiguous().clone() for name, t in model.state_dict().items()}
-    on_first_rank(fabric, lambda: run_folder.write_hashed(weights, save(state)))
+    content = _pack_model(model)
+    on_first_rank(fabric, lambda: run_folder.write_hashed(weights, content))
     return model
 
 
-def _copy_same_training(config: Config, out: Path) -> None:
-    """Copy the trained model of a finished run that trains the same weights."""
+def _pack_model(model: nn.Module) -> bytes:
+    return save({name: t.detach().cpu().contiguous().clone() for name, t in model.state_dict().items()})
+
+
+def _reuse_same_training(config: Config, out: Path, task: Task) -> None:
+    """Take the trained model of a finished run that trains the same weights; what it lacks is its calibration."""
     same, folder = config.same_training, out / config.folder
     if same is None or (folder / run_folder.MODEL).exists() or not run_folder.is_finished(out / same.folder):
         return
     source = run_folder.read(out / same.folder)
-    if Config.from_dict(source.config) == same:
-        run_folder.write(folder / run_folder.LOG, (source.folder / run_folder.LOG).read_bytes())
-        # The model last: with it, training is over.
-        run_folder.write_hashed(folder / run_folder.MODEL, run_folder.read_file(source.folder / run_folder.MODEL))
+    if Config.from_dict(source.config) != same:
+        return
+    model, calibrate = restore_model(config, task, source.folder / run_folder.MODEL), METHODS[config.method].calibrate
+    if calibrate is not None:
+        calibrate(model, batches(task.val), config.settings)
+    run_folder.write(folder / run_folder.LOG, (source.folder / run_folder.LOG).read_bytes())
+    # The model last: with it, training is over.
+    run_folder.write_hashed(folder / run_folder.MODEL, _pack_model(model))
 
 
 def _evaluate_model(
@@ -197,6 +209,7 @@ def _evaluate_model(
         "parameters": sum(p.numel() for p in model.parameters()),
     }
     arrays = _arrays_of(task) | _drawn_features(predictions)
+    arrays[LOGIT_SCALE] = torch.tensor(logit_scale_of(model), dtype=torch.float64)
     return Results(predictions, arrays, evaluate(task, predictions, fitted), cost)
 
 
@@ -204,17 +217,22 @@ def _combine_members(
     config: Config, out: Path, task: Task, *, on_epoch: OnEpoch, fabric: "Fabric | None"
 ) -> Results | None:
     """Predictions and metrics of an ensemble, from the runs of its members; None but on the first process."""
-    members = METHODS[config.method].members
-    assert members is not None
     runs = [run(member, out, on_epoch=on_epoch, fabric=fabric) for member in config.members]
     if rank_and_world(fabric)[0] != 0:
         return None
+    scales = fit_scales(
+        [member.prediction("val") for member in runs],
+        targets(task.val),
+        logit_scale=mean_scale(float(m.array(LOGIT_SCALE)) if LOGIT_SCALE in m else 1.0 for m in runs),
+        fixed_amplitude=config.settings.amplitude is not None,
+    )
     predictions = {
-        part: members.combine([member.prediction(part) for member in runs])
+        part: combine([member.prediction(part) for member in runs], scales)
         for part in parts_of(task, blind=config.blind)
     }
     cost = {name: sum(member.cost[name] for member in runs) for name in runs[0].cost}
-    return Results(predictions, _arrays_of(task), evaluate(task, predictions), cost)
+    arrays = _arrays_of(task) | {SCALES: torch.tensor(scales, dtype=torch.float64)}
+    return Results(predictions, arrays, evaluate(task, predictions), cost)
 
 
 def _is_ensemble_of_another_size(folder: Path, config: Config) -> bool:

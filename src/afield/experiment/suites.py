@@ -10,12 +10,12 @@ from afield.methods import METHODS
 from afield.registry import Registry
 from afield.tasks import uci
 
-SINGLE = ("dnn", "dnn-sn", "dnn-gp", "sngp")
+SINGLE = ("dnn", "dnn-sn", "dnn-gp", "sngp", "dnn-temperature")  # the last has the weights of the first
 FIGURE_1D = ("gp-exact", "gp-random-features", "gp-variational")
 FIGURE_2D = ("gp-hmc", "deep-ensemble", "mc-dropout", "dnn-gp", "sngp")
 LANDSCAPE = ("dnn-gp-dropout", "sngp-dropout", "dnn-gp-ensemble", "sngp-ensemble")
 
-ROWS = ("dnn", "dnn-sn", "dnn-gp", "sngp", "mc-dropout", "deep-ensemble", "sngp-ensemble")
+ROWS = (*SINGLE, "mc-dropout", "deep-ensemble", "sngp-ensemble")
 CIFAR_ROWS = ("isomax-plus", "duq-gp", *ROWS)
 FROZEN = ("frozen-dnn", "frozen-attach", "frozen-gp")
 CROSSES = tuple(
@@ -82,7 +82,7 @@ SUITES["toy"] = Suite(
         "two-moons": tuple(
             dict.fromkeys((*FIGURE_2D, *SINGLE, "gp-random-features", "duq-gp", "isomax-plus", *LANDSCAPE))
         ),
-        "two-ovals": tuple(dict.fromkeys((*FIGURE_2D, "dnn"))),
+        "two-ovals": tuple(dict.fromkeys((*FIGURE_2D, "dnn", "dnn-temperature"))),
     },
     {"smoke": 1, "small": 3, "paper": 10},
 )

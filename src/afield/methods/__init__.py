@@ -15,10 +15,12 @@ from afield.methods.gp_variational import gp_variational
 from afield.methods.gradient_penalty import gradient_penalty
 from afield.methods.isomax import isomax_plus
 from afield.methods.method import Method
+from afield.methods.temperature import with_temperature
 from afield.registry import Registry
 
 METHODS: Registry[Method[Any]] = Registry("method")
 METHODS["dnn"] = dense()
+METHODS["dnn-temperature"] = with_temperature(METHODS["dnn"])
 METHODS["dnn-sn"] = dense(bounded=True)
 METHODS["dnn-gp"] = gaussian_process()
 METHODS["sngp"] = gaussian_process(bounded=True)
@@ -44,4 +46,13 @@ METHODS["gp-random-features"] = gp_random_features()
 METHODS["gp-variational"] = gp_variational()
 METHODS["gp-hmc"] = gp_hmc()
 
-__all__ = ["METHODS", "Method", "augmix", "ensemble", "gradient_penalty", "isomax_plus", "mc_dropout"]
+__all__ = [
+    "METHODS",
+    "Method",
+    "augmix",
+    "ensemble",
+    "gradient_penalty",
+    "isomax_plus",
+    "mc_dropout",
+    "with_temperature",
+]

@@ -6,23 +6,24 @@ Training is the base method's own. At prediction only dropout layers are random;
 evaluation mode. A posterior is fitted without dropout, and hidden vectors are those without it. Masks come from a seed,
 and one mask serves a whole batch: a sample is one thinned network, and what it says of an input does not depend on the
 other inputs. (The usual practice, a mask for each row, has the same distribution for any one input.) On `dnn-gp` this
-is the paper's MCD-GP.
+is the paper's MCD-GP. The average is calibrated as a whole (`mixture`).
 """
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from afield.methods.average import average
 from afield.methods.method import BackboneFactory, Method, Model
+from afield.methods.mixture import add_scales, calibrate_mixture, logit_scale_of, mix, scales_of
 from afield.prediction.prediction import Prediction
 from afield.settings import Settings
 
+_KIND = "dropout"
 _SAMPLING: ContextVar[torch.Generator | None] = ContextVar("generator of dropout masks", default=None)
 
 
@@ -42,18 +43,44 @@ def mc_dropout(method: Method[Model], samples: int = 10, *, filter_wise: bool = 
         model = method.build(backbone, num_outputs, settings)
         if not _replace_dropout(model, filter_wise, settings.dropout):
             raise ValueError("mc_dropout expects a backbone with dropout layers (nn.Dropout, nn.Dropout2d), got none.")
-        return model
+        return add_scales(model, _KIND)
 
     def predict(model: Model, x: Any) -> Prediction:
+        mixture = mix(predict_samples(model, x), scales_of(model, _KIND))
+        return dataclasses.replace(mixture, features=hidden(model, x).features)
+
+    def predict_samples(model: Model, x: Any) -> list[Prediction]:
         predictions = []
         for s in range(samples):
             with _sampling(torch.Generator().manual_seed(seed * samples + s)):
                 predictions.append(method.predict(model, x))
-        return dataclasses.replace(average(predictions), features=hidden(model, x).features)
+        return predictions
+
+    def calibrate(model: Model, val: Iterable[Any], settings: Settings = Settings(), /) -> None:
+        calibrate_mixture(
+            model,
+            _KIND,
+            lambda x: predict_samples(model, x),
+            val,
+            logit_scale=logit_scale_of(model),
+            fixed_amplitude=settings.amplitude is not None,
+        )
+
+    def finish(model: Model, train: Iterable[Any], val: Iterable[Any], settings: Settings = Settings(), /) -> None:
+        method.finish(model, train, val, settings)
+        calibrate(model, val, settings)
 
     hidden = method.hidden or method.predict
-    trained_as = None if filter_wise else method
-    return dataclasses.replace(method, build=build, predict=predict, hidden=hidden, trained_as=trained_as)
+    return dataclasses.replace(
+        method,
+        build=build,
+        predict=predict,
+        finish=finish,
+        trained_as=None if filter_wise else method,
+        hidden=hidden,
+        calibrate=calibrate,
+        own_dropout=True,
+    )
 
 
 class SampledDropout(nn.Module):

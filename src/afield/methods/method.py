@@ -1,6 +1,6 @@
 """What a method is: a value made of functions. Variants are made by functions that take a method and return one."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -46,6 +46,12 @@ class Finish(Protocol[Finished]):
     ) -> None: ...
 
 
+class Calibrate(Protocol[Finished]):
+    """Model, validation batches, settings."""
+
+    def __call__(self, model: Finished, val: Iterable[Any], settings: Settings = ..., /) -> None: ...
+
+
 def nothing(model: nn.Module, train: Iterable[Any], val: Iterable[Any], settings: Settings = Settings(), /) -> None:
     """No posterior to fit and nothing to calibrate."""
 
@@ -56,14 +62,13 @@ def unchanged(batch: Any) -> Any:
 
 @dataclass(frozen=True)
 class Members:
-    """An ensemble's parts: `size` models of `method`, whose predictions `combine` makes into one.
+    """An ensemble's parts: `size` models of `method`.
 
     size  None: as many as the settings say
     """
 
     method: "Method[Any]"
     size: int | None
-    combine: Callable[[Sequence[Prediction]], Prediction]
 
 
 @dataclass(frozen=True)
@@ -76,8 +81,10 @@ class Method(Generic[Model]):
     finish      model, training and validation batches, settings: posterior, calibration, whatever comes after training
     transform   batch -> batch, in training only
     members     of an ensemble, or None
-    trained_as  the method whose training is the same unless the settings have a rate of dropout, or None
+    trained_as  the method whose training is the same, or None
     hidden      as `predict`, where only the hidden vectors of a prediction count; None: `predict`
+    calibrate   model, validation batches, settings: the last step of `finish`, which `trained_as` lacks, or None
+    own_dropout  whether a rate of dropout in the settings makes the training another one
     """
 
     build: Build[Model]
@@ -88,3 +95,5 @@ class Method(Generic[Model]):
     members: Members | None = None
     trained_as: "Method[Model] | None" = None
     hidden: Predict[Model] | None = None
+    calibrate: Calibrate[Model] | None = None
+    own_dropout: bool = False

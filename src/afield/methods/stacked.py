@@ -4,7 +4,8 @@
 
 A small network spends its time on calls and not on arithmetic; M of them, one after the other, make M times the calls.
 Networks that keep the processor busy by themselves gain nothing. The stack holds a copy of the members' weights, with
-the bounded ones written out: members that are trained or fitted again need a new stack.
+the bounded ones written out: members that are trained or fitted again need a new stack. Of the model that `ensemble`
+builds it has the calibration too.
 """
 
 import copy
@@ -18,7 +19,8 @@ from torch.func import functional_call, stack_module_state, vmap
 from afield.bounds.spectral import fold
 from afield.errors import NotFitted
 from afield.gp.head import GaussianProcessHead
-from afield.methods.ensemble import combine
+from afield.methods.ensemble import KIND, combine
+from afield.methods.mixture import scales_of
 from afield.model.batches import device_of, split_batch
 from afield.model.layers import replace_layer
 from afield.model.sngp_model import SNGP
@@ -29,7 +31,7 @@ class Stack:
     """Fitted models of one architecture, as one. Made by `stack`."""
 
     def __init__(self, members: Sequence[SNGP]) -> None:
-        self.heads = [member.head for member in members]
+        self.heads, self.scales = [member.head for member in members], scales_of(members, KIND)
         parts = [_Member(member) for member in members]
         self._tensors = stack_module_state(parts)
         self._member = copy.deepcopy(parts[0]).to("meta")
@@ -48,7 +50,8 @@ class Stack:
             return functional_call(self._member, tensors, args, kwargs)
 
         answers = zip(*vmap(one)(self._tensors), strict=True)
-        return combine([head.prediction(*answer) for head, answer in zip(self.heads, answers, strict=True)])
+        predictions = [head.prediction(*answer) for head, answer in zip(self.heads, answers, strict=True)]
+        return combine(predictions, self.scales)
 
 
 def stack(members: Sequence[SNGP]) -> Stack:

@@ -169,7 +169,7 @@ def calibrate(
             objective = dataclasses.replace(objective, grid=np.array([amplitude**2]))
         current = float(head.noise if likelihood.noisy else head.logit_scale)
         before = float(objective.mean(objective.loss(current, float(head.amplitude) ** 2)))
-        nuisance, amplitude, after = _choose(objective, largest=likelihood.of_classes)
+        nuisance, amplitude, after = choose(objective, largest=likelihood.of_classes)
         fitted = {} if likelihood.calibrated is None else {likelihood.calibrated: nuisance}
         head.set_scalars(amplitude=amplitude, **fitted)
         if likelihood.noisy and _raise_noise(head, hidden[fit]):
@@ -200,7 +200,7 @@ def cut_in_two(count: int, fit_fraction: float = FIT_FRACTION, seed: int = 0) ->
     return order[:cut], order[cut:]
 
 
-def _choose(objective: Objective, *, largest: bool) -> tuple[float, float, float]:
+def choose(objective: Objective, *, largest: bool) -> tuple[float, float, float]:
     """The nuisance parameter, the amplitude and the mean loss that the module docstring's rule picks."""
     grid = objective.grid
     nuisance: list[float] = []
@@ -303,6 +303,14 @@ def _objective(head: GaussianProcessHead, hidden: Tensor, target: Tensor, weight
             weight,
             mean,
         )
+
+    return class_objective(likelihood, mean, variance, target, weight)
+
+
+def class_objective(
+    likelihood: Likelihood, mean: Tensor, variance: Tensor, target: Tensor, weight: Tensor | None = None
+) -> Objective:
+    """Of classes: logits (N, K) and variance (N,) or (N, K) before their scale s and amplitude a are chosen."""
 
     def any_loss(s: float, a2: float) -> Tensor:
         return likelihood.predictive_loss(s * mean, a2 * variance, 0.0, target)
