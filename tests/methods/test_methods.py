@@ -54,9 +54,7 @@ def assert_same(a: Prediction, b: Prediction, *, tolerance: float = 0.0, but: tu
 def digits() -> Task:
     task = TASKS["digits"](0)
     cut = {part: TensorDataset(*(t[:300] for t in getattr(task, part).tensors)) for part in ("train", "val", "test")}
-    return dataclasses.replace(
-        task, **cut, settings=dataclasses.replace(task.settings, num_random_features=256)
-    )
+    return dataclasses.replace(task, **cut, settings=dataclasses.replace(task.settings, num_random_features=256))
 
 
 @pytest.fixture
