@@ -7,6 +7,9 @@ ifneq ($(wildcard ../shared/data/.),)
 export AFIELD_DATA ?= $(abspath ../shared/data)
 endif
 
+# A cache of compiled modules, even where the environment forbids it: tests start some fifty processes.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo test test-slow bench torture check format lock clean
 
 demo: .venv/.demo

@@ -1,6 +1,7 @@
 """Shared fixtures. Real data is found through AFIELD_DATA; without it, tests that need it skip and say so."""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ SHARED_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 if "AFIELD_DATA" not in os.environ and SHARED_DATA.is_dir():
     os.environ["AFIELD_DATA"] = str(SHARED_DATA)
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # of processes that tests start
 torch.set_num_threads(1)  # small matrices: threads only get in each other's way under xdist
 
 
@@ -30,3 +32,14 @@ def data_file(name: str) -> Path:
     if folder is None or not path.is_file():
         pytest.skip(f"needs {name}: set AFIELD_DATA to a folder that holds it")
     return path
+
+
+@pytest.fixture(scope="module")
+def coarse_pictures() -> Iterator[None]:
+    """Reports with maps of fewer hidden vectors and with fewer pixels: four times as fast to draw."""
+    from afield.report import hidden, plots
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hidden, "_MOST", 40)
+        patch.setattr(plots, "_DPI", 48)
+        yield

@@ -4,6 +4,7 @@ import json
 import re
 import signal
 import subprocess
+from collections import Counter
 from random import Random
 
 import pytest
@@ -21,14 +22,30 @@ CHEAP = ("bits", "edits", "pickles", "tables", "tars", "numbers")
 
 @pytest.mark.parametrize("name", CHEAP)
 def test_nothing_is_lost_and_nothing_silently_wrong(name: str) -> None:
-    count, failures = run_kind(name, seed=0, seconds=1.5)
-    assert count.total() > 10
-    assert not failures, "\n".join(failures)
+    """Here, without a process that is watched: a fault that ends this one is noticed, too."""
+    found = results(name, most=40)
+    assert len(found) == 40
+    assert not [result.text for result in found if result.outcome in (Outcome.LOST, Outcome.WRONG)]
+
+
+def test_a_watched_process_counts_the_same_outcomes() -> None:
+    found = list(supervise.inject("tars", 0, seconds=600, most=20))
+    assert [number for number, _ in found] == list(range(20))
+    assert [result.outcome for _, result in found] == [result.outcome for result in results("tars", most=20)]
+
+
+def test_failures_are_told_with_the_way_to_see_them_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = [(0, Result(Outcome.SURVIVED, "")), (1, Result(Outcome.WRONG, "other")), (2, Result(Outcome.REFUSED, "a"))]
+    monkeypatch.setattr(supervise, "inject", lambda *arguments, **options: iter(made))
+    count, failures = run_kind("tars", seed=3, seconds=1)
+    assert count == Counter(result.outcome for _, result in made)
+    again = "python -m bench.torture --kinds tars --seed 3 --only 1"
+    assert failures == [f"tars 1, wrong: other\n    again: {again}"]
 
 
 def results(name: str, most: int, seed: int = 0) -> list[Result]:
     """Of the first faults, without the name of the temporary folder."""
-    steps = [step for step in inject_here(name, seed, seconds=60, most=most) if isinstance(step, Result)]
+    steps = [step for step in inject_here(name, seed, seconds=600, most=most) if isinstance(step, Result)]
     return [Result(step.outcome, re.sub(r"torture-\w+", "", step.text)) for step in steps]
 
 

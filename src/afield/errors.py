@@ -49,6 +49,10 @@ class Elsewhere(ValueError):
     """The first process met an error, which it reports itself."""
 
 
+class LostRank(ConnectionError):
+    """Another process of torch.distributed is gone, and this one waited for it."""
+
+
 class LostWorker(ChildProcessError):
     """A task whose workers died again and again."""
 

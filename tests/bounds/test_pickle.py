@@ -2,12 +2,10 @@
 
 import copy
 import io
+import multiprocessing
 import pickle
-import subprocess
-import sys
-import textwrap
 from collections.abc import Callable
-from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -146,42 +144,30 @@ def test_a_batchnorm_bound_belongs_to_the_copy() -> None:
     assert bound_of(twin)._layer[0] is twin
 
 
-SPAWN = textwrap.dedent("""
-    import multiprocessing, sys
-    import torch
-    from torch import nn
-    import afield
-
-    def predict(model, x, results):
-        optimizer = torch.optim.SGD(model.parameters(), 0.1, fused=True)
-        p = model.predict(x)
-        model.train()
-        for _ in range(2):  # fused steps are counted in the new process too
-            optimizer.zero_grad()
-            model(x).square().sum().backward()
-            optimizer.step()
-        steps = [int(b) for name, b in model.state_dict().items() if name.endswith("num_steps")]
-        results.put((p.probs.numpy(), p.variance.numpy(), steps))
-
-    if __name__ == "__main__":
-        torch.manual_seed(0)
-        net = nn.Sequential(nn.Conv2d(1, 2, 3), nn.ReLU(), nn.Flatten(), nn.Linear(12, 5), nn.ReLU(), nn.Linear(5, 3))
-        model, x = afield.sngp(net, 0.5, num_random_features=16), torch.randn(32, 1, 5, 4)
-        afield.fit_posterior(model, [(x, torch.arange(32) % 3)])
-        here = model.predict(x)
-        spawn = multiprocessing.get_context("spawn")
-        results = spawn.Queue()
-        child = spawn.Process(target=predict, args=(model, x, results))
-        child.start()
-        probs, variance, steps = results.get(timeout=240)
-        child.join()
-        assert (probs == here.probs.numpy()).all() and (variance == here.variance.numpy()).all()
-        assert steps == [2, 2], steps
-""")
+def predict_and_train(model: afield.SNGP, x: Tensor, results: Any) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, fused=True)
+    p = model.predict(x)
+    model.train()
+    for _ in range(2):  # fused steps are counted in the new process too
+        optimizer.zero_grad()
+        model(x).square().sum().backward()
+        optimizer.step()
+    steps = [int(b) for name, b in model.state_dict().items() if name.endswith("num_steps")]
+    results.put((p.probs.numpy(), p.variance.numpy(), steps))
 
 
-def test_a_spawned_process_predicts_and_trains(tmp_path: Path) -> None:
-    script = tmp_path / "spawned.py"
-    script.write_text(SPAWN)
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
+def test_a_spawned_process_predicts_and_trains() -> None:
+    net = nn.Sequential(nn.Conv2d(1, 2, 3), nn.ReLU(), nn.Flatten(), nn.Linear(12, 5), nn.ReLU(), nn.Linear(5, 3))
+    model, x = afield.sngp(net, 0.5, num_random_features=16), torch.randn(32, 1, 5, 4)
+    afield.fit_posterior(model, [(x, torch.arange(32) % 3)])
+    here = model.predict(x)
+    spawn = multiprocessing.get_context("spawn")
+    results = spawn.Queue()
+    child = spawn.Process(target=predict_and_train, args=(model, x, results))
+    child.start()
+    probs, variance, steps = results.get(timeout=240)
+    child.join()
+    assert child.exitcode == 0
+    assert (probs == here.probs.numpy()).all()
+    assert (variance == here.variance.numpy()).all()
+    assert steps == [2, 2]

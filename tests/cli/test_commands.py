@@ -31,6 +31,7 @@ def output_of(capsys: pytest.CaptureFixture[str]) -> str:
     return capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("coarse_pictures")
 def test_demo_prints_a_table_and_writes_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     main(["demo", "--out", str(tmp_path / "out"), "--epochs", "1", "--jobs", "1"])
     text = output_of(capsys)
@@ -232,6 +233,7 @@ def test_ctrl_c_says_how_to_go_on(tmp_path: Path):
     assert not run_folder.is_finished(checkpoint.parent)
 
 
+@pytest.mark.usefixtures("coarse_pictures")
 def test_reproduce_goes_on_and_writes_the_report(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):

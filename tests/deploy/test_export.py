@@ -183,6 +183,37 @@ def test_rows_that_are_not_finite_are_refused_and_harm_no_other(name: str) -> No
     assert all(torch.equal(answers[output][others], right[output][others]) for output in right)
 
 
+class Two(nn.Module):
+    """Needs two inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.output = nn.Linear(4, 3)
+
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        return self.output(a + b)
+
+
+def test_the_fields_of_an_example_are_not_guessed(tmp_path: Path) -> None:
+    """The rules of `fit_posterior`: two inputs are no input and its target, and of three fields one has to say."""
+    model, (x, y) = case("attach")
+    index = torch.arange(len(x))
+    with pytest.raises(ValueError, match=r"3 fields, .* needs 1 of them: .* would be a guess.*inputs=0, target=1"):
+        Inputs.of(model.net, (x, y, index))
+    for fields in ({"inputs": 0}, {"inputs": 0, "target": 1}):
+        assert Inputs.of(model.net, (x, y, index), **fields).tensors[0].equal(x)
+    assert Inputs.of(model.net, (y, x), target=0).tensors[0].equal(x)
+    assert Inputs.of(model.net, {"i": index, "input": x}, inputs="input").names == ("input",)
+    two = Inputs.of(Two(), (x, 2 * x))
+    assert two.names == ("a", "b")
+    assert Inputs.of(Two(), (x, 2 * x, y)).names == ("a", "b")
+    with pytest.raises(ValueError, match="would be a guess"):
+        export(model, tmp_path / "model.pt2", (x, y, index), format="torch-export")
+    with pytest.raises(ValueError, match=r"expects .*4.* got .*5"):  # of the field that was chosen
+        export(model, tmp_path / "model.pt2", (x, torch.randn(3, 5), y), inputs=1, format="torch-export")
+    assert not list(tmp_path.iterdir())
+
+
 numbers = st.floats(-4, 4, width=32).map(lambda x: round(x, 1))  # coarse, so that scores tie
 
 

@@ -142,6 +142,7 @@ def stopped_and_resumed(fabric: Any, file: Path) -> tuple[nn.Module, nn.Module]:
     """A model trained without a break and one with, by masks of each rank's own."""
 
     def stop(epoch: int, loss: float) -> None:
+        fabric.barrier()  # until the first process has written the checkpoint
         raise Stop
 
     make = partial(fit, shuffled(100, Noisy), SNGP64, batch_size=30, fabric=fabric)

@@ -43,7 +43,7 @@ FILES = HASHED | {"log.jsonl", "hashes.json"}
 
 
 def config(method: str = "sngp", task: str = "two-moons", **changes: object) -> Config:
-    return Config.of(task, method, preset="smoke", **changes)
+    return Config.of(task, method, **{"preset": "smoke", "num_random_features": 64, **changes})
 
 
 @pytest.fixture(scope="module")
@@ -159,7 +159,8 @@ from afield.experiment.one_run import run
 def wait_after_two(epoch, loss):
     print(epoch, flush=True)
     if epoch >= 2: time.sleep(60)
-run(Config.of("two-moons", "dnn", preset="smoke", epochs=4), Path(sys.argv[1]), on_epoch=wait_after_two)
+config = Config.of("two-moons", "dnn", preset="smoke", epochs=4, num_random_features=64)
+run(config, Path(sys.argv[1]), on_epoch=wait_after_two)
 """
 
 

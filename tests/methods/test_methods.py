@@ -36,7 +36,7 @@ from afield.tasks import TASKS, Task
 def two_moons() -> Task:
     task = TASKS["two-moons"](0)
     cut = {part: TensorDataset(*(t[:300] for t in getattr(task, part).tensors)) for part in ("train", "val", "test")}
-    settings = dataclasses.replace(task.settings, members=3)
+    settings = dataclasses.replace(task.settings, members=3, num_random_features=256)
     return dataclasses.replace(task, **cut, backbone=partial(ResFFN, 2, depth=2, width=32), settings=settings)
 
 
@@ -55,7 +55,7 @@ def assert_same(a: Prediction, b: Prediction, *, tolerance: float = 0.0, but: tu
 def digits() -> Task:
     task = TASKS["digits"](0)
     cut = {part: TensorDataset(*(t[:300] for t in getattr(task, part).tensors)) for part in ("train", "val", "test")}
-    return dataclasses.replace(task, **cut)
+    return dataclasses.replace(task, **cut, settings=dataclasses.replace(task.settings, num_random_features=256))
 
 
 @pytest.fixture

@@ -3,9 +3,12 @@
 import copy
 import datetime
 import re
+import os
+import signal
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +25,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Subset, TensorDataset
 
 import afield
-from afield.errors import NotFitted, OtherTargets
+from afield.errors import LostRank, NotFitted, OtherTargets
 from afield.experiment.launch import disconnect
 from afield.model import hidden
 from afield.model.posterior import downdate, merge, update
@@ -527,8 +530,26 @@ def worker(rank: int, folder: str) -> None:
         afield.fit_posterior(make(), [], sharded=True)
     replicated(rank)
     Path(folder, f"done-{rank}").touch()
-    dist.barrier()
+    lose_the_other(rank, Path(folder))
     disconnect()
+
+
+def lose_the_other(rank: int, folder: Path) -> None:
+    """Rank 1 is killed in the middle of a pass; what rank 0 is told, and whether its posterior is still there."""
+    model = make()
+    fit = partial(afield.fit_posterior, model, sharded=True)
+    fit(parts(700)[rank])
+    before = model.predict(normal(5, 3)).variance
+
+    def mortal() -> Iterator[Tensor]:
+        yield parts(700)[rank][0]
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    with pytest.raises(LostRank) as lost:
+        fit(mortal())
+    assert torch.equal(model.predict(normal(5, 3)).variance, before)
+    (folder / "lost").write_text(str(lost.value))
 
 
 def replicated(rank: int) -> None:
@@ -543,7 +564,13 @@ def replicated(rank: int) -> None:
 @pytest.fixture(scope="module")
 def two_processes(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("ranks")
-    mp.spawn(worker, (str(folder),), nprocs=2)
+    with warnings.catch_warnings():  # forked: what this process has imported they have, too
+        warnings.filterwarnings("ignore", ".*fork", DeprecationWarning)
+        two = mp.start_processes(worker, (str(folder),), nprocs=2, start_method="fork", join=False)
+    with pytest.raises(mp.ProcessExitedException) as died:
+        two.join(grace_period=60)
+    assert (died.value.error_index, died.value.signal_name) == (1, "SIGKILL")
+    assert two.processes[0].exitcode == 0
     return folder
 
 
@@ -564,6 +591,12 @@ def test_two_processes_give_the_posterior_of_one(two_processes, name):
 
 def test_both_ranks_ran_to_the_end_refusing_what_cannot_be_sharded(two_processes):
     assert all((two_processes / f"done-{rank}").is_file() for rank in range(2))
+
+
+def test_a_rank_that_dies_is_named_to_the_others(two_processes):
+    text = (two_processes / "lost").read_text()
+    assert text.startswith("Rank 0 lost another process while the posterior was fitted: it was killed, ran out of")
+    assert "This model is as it was before the call. Look for the first error among the other ranks" in text
 
 
 def test_a_list_is_welcome_on_one_process():

@@ -4,6 +4,7 @@ import hashlib
 import inspect
 import io
 import json
+import multiprocessing
 import os
 import random
 import re
@@ -447,34 +448,33 @@ def test_a_full_disk_leaves_the_old_model_and_no_temporary_files(tmp_path, monke
 
 # Many at once ----------------------------------------------------------------------------------------------------
 
-SAVER = """
-import sys, time, torch
-torch.set_num_threads(1)
-import afield
-from torch import nn
-folder, seed, seconds = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
-torch.manual_seed(seed)
-model = afield.sngp(nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 3)), num_random_features=8, length_scale=1.0)
-end, count = time.monotonic() + seconds, 0
-while time.monotonic() < end or count < 5:
-    with torch.no_grad():
-        model.net[0].bias.fill_(count)
-    afield.save(model, folder, metadata={"saver": seed, "count": count})
-    count += 1
-"""
+
+def keep_saving(folder: Path, seed: int, seconds: float) -> None:
+    torch.manual_seed(seed)
+    model = afield.sngp(mlp(), num_random_features=8, length_scale=1.0)
+    end, count = time.monotonic() + seconds, 0
+    while time.monotonic() < end or count < 5:
+        with torch.no_grad():
+            model.net[0].bias.fill_(count)
+        saving.save(model, folder, metadata={"saver": seed, "count": count})
+        count += 1
 
 
-@pytest.mark.parametrize("seconds", [1, pytest.param(60, marks=pytest.mark.slow)])
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+@pytest.mark.parametrize("seconds", [0.5, pytest.param(60, marks=pytest.mark.slow)])
 def test_two_savers_and_two_loaders_always_meet_a_whole_model(seconds, tmp_path):
     folder = tmp_path / "model"
     afield.save(small(), folder, metadata={"saver": 0, "count": None})
-    savers = [subprocess.Popen([sys.executable, "-c", SAVER, str(folder), str(n), str(seconds)]) for n in (1, 2)]
+    forks = multiprocessing.get_context("fork")
+    savers = [forks.Process(target=keep_saving, args=(folder, n, seconds)) for n in (1, 2)]
+    for saver in savers:
+        saver.start()
     seen: set[tuple[int, Any]] = set()
     errors: list[BaseException] = []
 
     def look() -> None:
         try:
-            while any(saver.poll() is None for saver in savers):
+            while any(saver.is_alive() for saver in savers):
                 model, index = saving.load_with_index(folder, mlp())
                 told = index["metadata"]
                 if told["count"] is not None:  # tensors and index are of one saver, and of one save
@@ -488,7 +488,7 @@ def test_two_savers_and_two_loaders_always_meet_a_whole_model(seconds, tmp_path)
         loader.start()
     for loader in loaders:
         loader.join()
-    assert [saver.wait() for saver in savers] == [0, 0]
+    assert [saver.exitcode for saver in savers] == [0, 0]
     assert not errors
     assert {saver for saver, _ in seen} >= {1, 2}
     assert len(files(folder)) == 2

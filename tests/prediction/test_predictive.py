@@ -256,6 +256,22 @@ def test_poisson_without_variance_is_plain_poisson():
     torch.testing.assert_close(prediction.std, (m / 2).exp())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_poisson_std_is_a_number_wherever_mean_and_variance_are(dtype):
+    """Factors overflow and vanish; their product, exp(2 m + v) (exp(v) - 1), is taken in logarithms."""
+    sizes = [1e-30, 1.0, 50.0, 1e3, 1e10, 1e30, float(torch.finfo(dtype).max)]
+    m, v = torch.meshgrid(
+        torch.tensor([*sizes, 0.0, *(-s for s in sizes)], dtype=dtype),
+        torch.tensor([0.0, *sizes], dtype=dtype),
+        indexing="ij",
+    )
+    prediction = poisson(m.reshape(-1, 1).to(dtype), v.flatten().to(dtype))
+    assert not bool(prediction.std.isnan().any())
+    assert bool((prediction.std >= 0).all())
+    far = poisson(double(-17_935.0)[:, None], double(17_900.0))  # of mean exp(-8985), which is zero here
+    torch.testing.assert_close(far.std[:, 0], torch.exp(double(-17_935.0 + 17_900.0)))
+
+
 def test_poisson_rate_with_a_variance_per_output():
     m, v = normal(4, 2), normal(4, 2, number=1).square()
     torch.testing.assert_close(poisson_rate(m, v), torch.exp(m + v / 2))

@@ -154,7 +154,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def page(root: Path) -> Path:
+def page(root: Path, coarse_pictures: None) -> Path:
     return report(root)
 
 

@@ -32,6 +32,8 @@ from afield.deploy.onnx_file import METADATA, OLDEST_OPSET
 from afield.deploy.traced import HIDDEN, Graph, Inputs, chosen_alpha, expected, implied_p_value, threshold
 from afield.errors import ExportError, NotFitted
 from afield.gp.likelihoods import LIKELIHOODS
+from afield.model.batches import Field
+from afield.model.batches import Inputs as Fields
 from afield.model.saving import write_file
 from afield.model.sngp_model import SNGP
 from afield.version import __version__
@@ -61,6 +63,8 @@ def export(
     file: str | os.PathLike[str],
     example: Any,
     *,
+    target: Field | None = None,
+    inputs: Fields = None,
     format: str = "onnx",
     labels: Sequence[str] | None = None,
     alpha: float | None = None,
@@ -73,6 +77,8 @@ def export(
 
     example     a batch as `fit_posterior` takes it, of a few typical rows: it gives names, types and shapes of the
                 inputs, and the rows on which the export has to be right
+    target      index or key of the example's target, as in `fit_posterior`; it is left out
+    inputs      index or key of the input, or a list of them, where the example has more fields than that
     format      "onnx", or "torch-export" (`torch.export.load`)
     labels      names of the classes, kept inside
     alpha       rate of false alarms behind the answer `accepted`; None: 0.01, or the smallest that the calibration can
@@ -83,26 +89,26 @@ def export(
     opset       version of the ONNX operators
     """
     _check_arguments(model, format, labels, precision, opset)
-    inputs = Inputs.of(model.net, example)
+    given = Inputs.of(model.net, example, target=target, inputs=inputs)
     alpha = chosen_alpha(model, alpha)
     reference = model if model.head.random_features.weight.dtype == torch.float32 else copy.deepcopy(model).float()
-    expected(reference, inputs, inputs.tensors, alpha)  # its errors about a wrong example are clearer than a tracer's
-    graph = Graph(model, inputs, alpha=alpha, half=precision == "fp16", hidden=precision == "int8")
+    expected(reference, given, given.tensors, alpha)  # its errors about a wrong example are clearer than a tracer's
+    graph = Graph(model, given, alpha=alpha, half=precision == "fp16", hidden=precision == "int8")
     with torch.no_grad(), _quiet():
         program = _trace(graph, any_length)
         kind = {"format": format} | ({"opset": opset} if format == "onnx" else {})
         metadata = kind | _metadata(model, graph, labels, precision, any_length)
         if format == "onnx":
-            content = onnx_file.convert(program, inputs.names, graph.outputs, opset, metadata, precision == "int8")
-            run = onnx_file.open_session(content, inputs.names)
+            content = onnx_file.convert(program, given.names, graph.outputs, opset, metadata, precision == "int8")
+            run = onnx_file.open_session(content, given.names)
         else:
             content = _serialize(program, metadata)
             run = _deserialize(content)
         limit = TOLERANCE if tolerance is None else tolerance
         agreement = compare(
-            lambda batch: expected(reference, inputs, batch, alpha),
+            lambda batch: expected(reference, given, batch, alpha),
             lambda batch: _check_p_values(run(batch), model, alpha),
-            make_test_inputs(inputs.tensors, shorter=any_length),
+            make_test_inputs(given.tensors, shorter=any_length),
             tolerance=limit,
         )
     if agreement.difference > limit and (precision is None or tolerance is not None):

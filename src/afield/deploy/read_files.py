@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 SUFFIXES = (".npy", ".npz", ".parquet", ".csv")
+_CSV_BLOCK = 2**20  # bytes; pyarrow's own
 
 
 def read(
@@ -52,15 +53,8 @@ def columns_of(path: Path, id: str | None = None) -> tuple[str, ...]:
     """The names of a table's columns without `id`, from the beginning of the file; none for an array."""
     if path.suffix in _ARRAY_READERS:
         return ()
-    if path.suffix == ".parquet":
-        names = arrow()[1].read_schema(path).names
-    else:
-        arrow()
-        from pyarrow import csv
-
-        with csv.open_csv(path) as begin:
-            names = begin.schema.names
-    return tuple(name for name in names if name != id)
+    schema = arrow()[1].read_schema(path) if path.suffix == ".parquet" else _csv_schema(path)
+    return tuple(name for name in schema.names if name != id)
 
 
 def _check_expected(path: Path, found: Sequence[str], expected: Sequence[str]) -> None:
@@ -162,14 +156,29 @@ def _read_record_batches(path: Path, columns: Sequence[str], id: str | None, siz
         from pyarrow import csv, types
 
         # Types come from the first lines: a column of whole numbers there may hold fractions further down.
-        with csv.open_csv(path) as begin:
-            schema = begin.schema
+        schema = _csv_schema(path)
         _check_columns(path, list(schema.names), list(columns), id)
         integers = [f.name for f in schema if (types.is_integer(f.type) or types.is_null(f.type)) and f.name != id]
         convert = csv.ConvertOptions(column_types=dict.fromkeys(integers, pyarrow.float64()))
-        for batch in stack.enter_context(csv.open_csv(path, convert_options=convert)):  # reads 30 MB ahead at most
+        for batch in stack.enter_context(csv.open_csv(path, convert_options=convert)):  # reads 32 blocks ahead
             for first in range(0, len(batch), size):
                 yield batch.slice(first, size)
+
+
+def _csv_schema(path: Path) -> Any:
+    """Names and types by the first block, as a reader of the whole file takes them, without the blocks it reads ahead.
+
+    Those of a reader that is closed are there for a while yet, beside those of the next.
+    """
+    pyarrow, _ = arrow()
+    from pyarrow import csv
+
+    with path.open("rb") as file:
+        block = file.read(_CSV_BLOCK)
+    if len(block) == _CSV_BLOCK:  # without the row that it cuts
+        block = block[: max(block.rfind(b"\n"), block.rfind(b"\r")) + 1] or block
+    with csv.open_csv(pyarrow.BufferReader(block)) as begin:
+        return begin.schema
 
 
 def _check_columns(path: Path, available: list[str], columns: list[str], id: str | None) -> None:

@@ -26,7 +26,8 @@ from torch import Tensor, nn
 from afield.bounds.spectral import fold
 from afield.gp.capture import Tap, hidden_vectors
 from afield.gp.likelihoods import LIKELIHOODS
-from afield.model.batches import split_batch
+from afield.model.batches import Field, split_batch
+from afield.model.batches import Inputs as Fields
 from afield.model.layers import replace_layer
 from afield.model.sngp_model import SNGP
 from afield.prediction.p_values import class_p_value, conformal_p_value, fewest_rows, predicted_class
@@ -50,9 +51,9 @@ class Inputs:
     kwargs: Mapping[str, Any]
 
     @staticmethod
-    def of(net: nn.Module, batch: Any) -> "Inputs":
-        """From a batch as loaders give it; its target is left out."""
-        args, kwargs, _ = split_batch(batch)
+    def of(net: nn.Module, batch: Any, *, target: Field | None = None, inputs: Fields = None) -> "Inputs":
+        """From a batch as loaders give it, by the rules of `model.batches`; its target is left out."""
+        args, kwargs, _ = split_batch(batch, net=net, target=target, inputs=inputs, wants_target=False)
         named = {**dict(zip(_parameters(net, len(args)), args, strict=True)), **kwargs}
         found = {name: _float32(value) for name, value in named.items() if isinstance(value, Tensor)}
         odd = [name for name, value in named.items() if isinstance(value, list | tuple | Mapping)]

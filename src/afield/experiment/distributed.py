@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from afield.errors import Elsewhere
+from afield.errors import Elsewhere, LostRank
 from afield.gp.features import RandomFeatures
-from afield.model.ranks import share_statistics
+from afield.model.ranks import is_of_backend, share_statistics
 
 if TYPE_CHECKING:
     from lightning.fabric import Fabric
@@ -198,13 +198,13 @@ def explain_failures(fabric: "Fabric | None") -> Iterator[None]:
     """Clearer errors for collective operations that fail because another process is gone, and for limits of FSDP."""
     try:
         yield
-    except RuntimeError as error:
+    except (RuntimeError, LostRank) as error:
         if is_sharded(fabric) and "not allocated" in str(error):
             raise ValueError(
                 "FSDP gives weights back after every pass, so a loss that takes gradients of its own, such as a "
                 "gradient penalty, finds none: use --strategy ddp."
             ) from error
-        if rank_and_world(fabric)[1] == 1 or not (isinstance(error, dist.DistError) or "gloo" in str(error)):
+        if rank_and_world(fabric)[1] == 1 or not (isinstance(error, LostRank) or is_of_backend(error)):
             raise
         raise ConnectionError(
             "Lost another process of this training: it was killed, ran out of memory, failed with an error of its own, "

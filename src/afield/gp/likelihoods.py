@@ -148,9 +148,10 @@ def _poisson_mean(m: Tensor, v: Tensor | None) -> Tensor:
 
 
 def _poisson_variance(m: Tensor, v: Tensor, noise: float) -> Tensor:
-    """Of a Poisson with a log-normal rate."""
-    rate = poisson_rate(m, v)
-    return rate + rate**2 * torch.expm1(per_output(v, m))
+    """Of a Poisson with a log-normal rate: r + r^2 (e^v - 1), in logarithms, since r may vanish where e^v overflows."""
+    v = per_output(v, m)
+    root = m + v + torch.log(-torch.expm1(-v)) / 2  # of the second term
+    return poisson_rate(m, v) + torch.exp(2 * root)
 
 
 # Checks of targets

@@ -21,7 +21,7 @@ from afield.model.batches import Field, Inputs
 from afield.model.evaluating import evaluating
 from afield.model.fingerprint import Fingerprint, digest
 from afield.model.hidden import Hidden, adapt, check_order, check_target
-from afield.model.ranks import several_ranks, shard_loader, share_statistics
+from afield.model.ranks import explain_lost_ranks, several_ranks, shard_loader, share_statistics
 from afield.model.sngp_model import SNGP
 from afield.model.targets import likelihood_from_targets, warn_of_kind
 
@@ -60,6 +60,7 @@ def fit_posterior(
         raise ValueError("Moving averages of several processes do not add up: use momentum=None.")
     fields: dict[str, Any] = {"target": target, "inputs": inputs}
     with (
+        explain_lost_ranks("the posterior was fitted"),
         evaluating(model),
         likelihood_from_targets(model, loader, **fields) as loader,
         head.revision(afresh=True) as draft,

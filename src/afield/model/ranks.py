@@ -1,15 +1,39 @@
 """The processes of torch.distributed that fit one model: are there several, and what each has to see."""
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch.distributed as dist
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler, Subset, default_collate
 
+from afield.errors import LostRank
+
 
 def several_ranks() -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+@contextlib.contextmanager
+def explain_lost_ranks(doing: str) -> Iterator[None]:
+    """LostRank in place of the backend's own error, if a collective operation fails because another rank is gone."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not several_ranks() or not is_of_backend(error):
+            raise
+        raise LostRank(
+            f"Rank {dist.get_rank()} lost another process while {doing}: it was killed, ran out of memory, failed with "
+            "an error of its own, or kept the others waiting for longer than the process group's timeout. This model "
+            "is as it was before the call. Look for the first error among the other ranks, then start all of them "
+            f"again. The backend says: {str(error).splitlines()[0]}"
+        ) from error
+
+
+def is_of_backend(error: RuntimeError) -> bool:
+    """Whether the processes' connection failed; gloo raises plain RuntimeErrors."""
+    return isinstance(error, dist.DistError) or "gloo" in str(error)
 
 
 def share_statistics(model: nn.Module, skip: nn.Module | None = None) -> None:
