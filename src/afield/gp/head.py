@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from afield.gp.capture import handed_over
 from afield.gp.features import RandomFeatures
+from afield.gp.full_precision import full_precision
 from afield.gp.likelihoods import LIKELIHOODS
 from afield.gp.low_rank import LowRank
 from afield.gp.precision import COVARIANCES, Precision, check_weights, choose_curvature, curvature_weights
@@ -285,7 +286,7 @@ class GaussianProcessHead(nn.Module):
             logits = self.mean(self._checked(h))
         else:
             phi = self.features(h) if phi is None else phi
-            with torch.autocast(h.device.type, enabled=False):
+            with full_precision(h.device):
                 logits = F.linear(phi, self.weight, self.constant)
         if self.added:
             logits = self._with_added(logits, self.features(h) if phi is None else phi)
@@ -297,7 +298,7 @@ class GaussianProcessHead(nn.Module):
         Each is a product of its own, because a wider matrix may round the old logits differently.
         """
         level = logits.mean(-1, keepdim=True)
-        with torch.autocast(phi.device.type, enabled=False):
+        with full_precision(phi.device):
             return torch.cat([logits, *(level + F.linear(phi, weight[None]) for weight in self.added)], dim=-1)
 
     @torch.no_grad()
