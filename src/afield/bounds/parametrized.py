@@ -9,10 +9,9 @@ from torch.nn.modules.module import _has_any_global_hook as any_global_hook
 from torch.nn.utils import parametrize
 
 from afield.bounds import optimizer_steps
-from afield.bounds.weight_cache import KeptWeight, make_and_keep, plain_evaluation
+from afield.bounds.weight_cache import KEPT, KeptWeight, make_and_keep
 
-_KEPT = "_kept_"  # and the name of the tensor: where a layer has its `KeptWeight`
-_KEPT_WEIGHT = _KEPT + "weight"
+_KEPT_WEIGHT = KEPT + "weight"
 _CONVOLUTIONS = (nn.Conv1d.forward, nn.Conv2d.forward, nn.Conv3d.forward)
 
 
@@ -30,13 +29,13 @@ def refine_class(layer: nn.Module, name: str) -> None:
 
 
 def _reader(name: str, make: Callable[[nn.Module], Tensor]) -> Callable[[nn.Module], Tensor]:
-    slot = _KEPT + name
+    slot = KEPT + name
 
     def read(layer: nn.Module) -> Tensor:
         if torch.compiler.is_compiling():
             return make(layer)
         kept: KeptWeight | None = layer.__dict__.get(slot)
-        if kept is not None and plain_evaluation() and kept.stands():
+        if kept is not None and kept.readable():
             return kept.value
         chain: Any = cast(nn.ModuleDict, layer.parametrizations)[name]
         source, place = chain[0], (chain._parameters, "original")
@@ -64,8 +63,7 @@ def _call(layer: Any, *args: Any, **kwargs: Any) -> Any:
         or own["_backward_hooks"]
         or own["_backward_pre_hooks"]
         or any_global_hook()
-        or not plain_evaluation()
-        or not kept.stands()
+        or not kept.readable()
         or not _has_one_hook(own["_forward_pre_hooks"], kept)
     ):
         return nn.Module._call_impl(layer, *args, **kwargs)

@@ -6,11 +6,17 @@ tensors, their versions, the address and strides of the weight, the count of opt
 count up versions), and some entries of the weight (`p.data.copy_`, by which averages of weights are swapped in, counts
 up nothing). What this cannot see: a write through `.data` to a few entries that are not among those compared.
 
+A network with many bounded layers compares all of them at once, before it runs (`kept_weights`): layer by layer, the
+comparisons would be a tenth of a small network's time. What changes while it runs then counts from the next run on.
+
 Only on the CPU: elsewhere, a look at the entries would wait for the device. `afield.fold` writes weights out for good.
 Threads may read at once: what is kept never changes, it is only replaced.
 """
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from operator import attrgetter, is_, methodcaller
 from typing import Any, Protocol
 
 import torch
@@ -22,6 +28,9 @@ from torch.nn.utils import parametrize
 
 from afield.bounds import optimizer_steps
 
+KEPT = "_kept_"  # and the name of the tensor: where a layer has its `KeptWeight`
+_TOGETHER = "_kept_together"  # where a network has its `_Together`
+_FEWEST = 4  # bounded layers for which a comparison of all at once pays
 _SAMPLED = 8  # entries of a weight that are compared
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 Place = tuple[dict[str, Any], str]
@@ -51,7 +60,7 @@ class KeptWeight:
 
     __slots__ = (
         "_address", "_constants", "_entries", "_entries_then", "_others", "_place", "_steps", "_stride",
-        "_value_version", "_version", "_weight", "source", "value",
+        "_value_version", "_version", "_weight", "source", "together", "value",
     )  # fmt: skip
 
     def __init__(self, source: Source, place: Place) -> None:
@@ -63,11 +72,20 @@ class KeptWeight:
         self._others = [(tensors, name, tensor, tensor._version) for tensors, name, tensor in others]
         self._entries = _sample(weight)
         self._entries_then = self._entries.clone()
+        self.together: _Together | None = None  # the group with which it is compared
 
     def fill(self, value: Tensor) -> "KeptWeight":
         """With the weight that was made."""
         self.value, self._value_version = value, value._version
         return self
+
+    def readable(self) -> bool:
+        """Whether the weight may be read in its place: nothing needs to follow how it is made, and it stands."""
+        together = self.together
+        if together is not None and _COMPARED.get() is together:
+            tensors, name = self._place
+            return tensors[name] is self._weight and not torch.is_grad_enabled()  # a network may do this to its layers
+        return plain_evaluation() and self.stands()
 
     def stands(self) -> bool:
         """Whether the weight would come out the same now."""
@@ -94,6 +112,88 @@ class KeptWeight:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()
+
+
+class _Together:
+    """The kept weights of a network, compared as each compares itself. The loops run in C."""
+
+    __slots__ = (
+        "_addresses", "_constants", "_entries", "_kept", "_layers", "_names", "_owners", "_places", "_slots",
+        "_sources", "_steps", "_strides", "_tensors", "_versions", "_weights", "pays",
+    )  # fmt: skip
+
+    def __init__(self, net: nn.Module) -> None:
+        layers = [m for m in net.modules() if parametrize.is_parametrized(m)]
+        slots = [(m.__dict__, KEPT + name) for m in layers for name in m.parametrizations]  # type: ignore[union-attr]
+        self._layers, self._slots = [layer for layer, _ in slots], [slot for _, slot in slots]
+        self._kept: list[KeptWeight | None] = [layer.get(slot) for layer, slot in slots]
+        kept = [one for one in self._kept if one is not None and one.stands()]
+        self.pays = len(kept) >= _FEWEST
+        self._steps = optimizer_steps.count
+        self._sources = [one.source for one in kept]
+        self._constants = [one._constants for one in kept]
+        self._weights = [one._weight for one in kept]
+        self._addresses, self._strides = [one._address for one in kept], [one._stride for one in kept]
+        found = [(*one._place, one._weight, one._version) for one in kept]
+        found += [other for one in kept for other in one._others]
+        self._owners, self._names = [row[0] for row in found], [row[1] for row in found]
+        self._places = [row[2] for row in found]
+        self._tensors = [*self._places, *(one.value for one in kept)]
+        self._versions = [*(row[3] for row in found), *(one._value_version for one in kept)]
+        self._entries = []
+        for dtype in {one._entries.dtype for one in kept}:
+            same = [one for one in kept if one._entries.dtype == dtype]
+            self._entries.append(([one._entries for one in same], torch.cat([one._entries_then for one in same])))
+        if self.pays:
+            for one in kept:
+                one.together = self
+
+    def same_kept(self) -> bool:
+        """Whether the layers have kept what they had."""
+        return all(map(is_, map(dict.get, self._layers, self._slots), self._kept))
+
+    def stands(self) -> bool:
+        """Whether each of them does."""
+        return (
+            self._steps == optimizer_steps.count
+            and all(map(is_, map(dict.get, self._owners, self._names), self._places))
+            and list(map(_VERSION, self._tensors)) == self._versions
+            and list(map(Tensor.data_ptr, self._weights)) == self._addresses
+            and list(map(Tensor.stride, self._weights)) == self._strides
+            and not any(map(_TRAINING, self._sources))
+            and list(map(_CONSTANTS, self._sources)) == self._constants
+            and all(torch.equal(torch.cat(entries), then) for entries, then in self._entries)
+        )
+
+    def __deepcopy__(self, memo: Any) -> None:
+        """A copy of a network starts without."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()
+
+
+_VERSION, _TRAINING, _CONSTANTS = attrgetter("_version"), attrgetter("training"), methodcaller("constants")
+_COMPARED: ContextVar[_Together | None] = ContextVar("kept weights that were compared", default=None)
+
+
+@contextlib.contextmanager
+def kept_weights(net: nn.Module) -> Iterator[None]:
+    """A context for one pass of a network: what its layers have kept is compared once, when the pass begins."""
+    if torch.compiler.is_compiling() or not plain_evaluation():
+        yield
+        return
+    together: _Together | None = net.__dict__.get(_TOGETHER)
+    if together is None or not together.same_kept():
+        yield  # each layer compares, and keeps
+        net.__dict__[_TOGETHER] = _Together(net)
+    elif not together.pays or not together.stands():
+        yield
+    else:
+        token = _COMPARED.set(together)
+        try:
+            yield
+        finally:
+            _COMPARED.reset(token)
 
 
 def make_and_keep(source: Source, place: Place, make: Callable[[], Tensor]) -> tuple[Tensor, KeptWeight | None]:

@@ -21,6 +21,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from afield.gp.full_precision import full_precision
 from afield.gp.geometry import GEOMETRIES
 from afield.gp.precision import Accumulator
 
@@ -133,7 +134,7 @@ class ClassDistance(Accumulator):
     def forward(self, h: Tensor) -> Tensor:
         """r (N,). Call `factor` first."""
         self.check_factored()
-        with torch.autocast(h.device.type, enabled=False):
+        with full_precision(h.device):
             u = _unit(h.to(self.root.dtype))
             a, b = F.linear(u, self.root[0]), F.linear(u, self.root[1]) - self.centers[-1]
             nearest = (self.offsets - 2 * F.linear(a, self.centers[:-1])).amin(-1)

@@ -28,6 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from afield.bounds.eager import eager
+from afield.gp.full_precision import full_precision
 from afield.gp.geometry import GEOMETRIES
 from afield.registry import Registry
 
@@ -190,7 +191,7 @@ class RandomFeatures(nn.Module):
         limited  far away, numbers overflow, and zero times infinity is NaN: large ones in their place make an infinite
                  variance instead. A posterior must not observe such rows, and asks for NaN
         """
-        with torch.autocast(h.device.type, enabled=False):
+        with full_precision(h.device):
             dtype = self.weight.dtype
             wide = torch.promote_types(dtype, torch.float32)
             h = h.to(wide)

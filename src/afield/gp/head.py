@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from afield.gp.capture import handed_over
 from afield.gp.class_distance import ClassDistance
 from afield.gp.features import RandomFeatures
+from afield.gp.full_precision import full_precision
 from afield.gp.joined_score import JoinedScore
 from afield.gp.likelihoods import LIKELIHOODS
 from afield.gp.low_rank import LowRank, check_rank
@@ -371,7 +372,7 @@ class GaussianProcessHead(nn.Module):
             logits = self.mean(self.checked(h))
         else:
             phi = self.features(h) if phi is None else phi
-            with torch.autocast(h.device.type, enabled=False):
+            with full_precision(h.device):
                 logits = F.linear(phi, self.weight, self.constant)
         if self.added:
             logits = self._with_added(logits, self.variance_phi(h, phi) if psi is None else psi)
@@ -383,7 +384,7 @@ class GaussianProcessHead(nn.Module):
         Each is a product of its own, because a wider matrix may round the old logits differently.
         """
         level = logits.mean(-1, keepdim=True)
-        with torch.autocast(psi.device.type, enabled=False):
+        with full_precision(psi.device):
             return torch.cat([logits, *(level + F.linear(psi, weight[None]) for weight in self.added)], dim=-1)
 
     def curvature_weights(self, logits: Tensor) -> Tensor:

@@ -29,6 +29,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from afield.gp.full_precision import full_precision
 from afield.gp.likelihoods import LIKELIHOODS
 from afield.gp.precision import Accumulator, add_products
 
@@ -94,7 +95,7 @@ class LowRank(Accumulator):
         if phi.shape[0] == 0:
             return
         self.mass += weights.sum(0, dtype=torch.float64)
-        with torch.autocast(phi.device.type, enabled=False):
+        with full_precision(phi.device):
             rows = phi if fast else phi.double()
             total = weights.sum(1, keepdim=True, dtype=torch.float64).to(rows.dtype)
             add_products(self.data[0], rows * total, rows)
@@ -192,7 +193,7 @@ class LowRank(Accumulator):
     def variance(self, phi: Tensor) -> Tensor:
         """phi^T Hhat_k^-1 phi (N, K). Call `factor` first."""
         self.check_factored()
-        with torch.autocast(phi.device.type, enabled=False):
+        with full_precision(phi.device):
             q = F.linear(phi.to(self.root.dtype), self.basis)
             first = F.linear(q.square(), self.inverse)
             second = [

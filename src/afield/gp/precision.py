@@ -24,11 +24,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from afield.errors import NotFitted
+from afield.gp.full_precision import full_precision
 from afield.gp.likelihoods import LIKELIHOODS
 
 COVARIANCES = ("shared", "per_class")
 CURVATURE_CHOICES = ("auto", "likelihood", "unit")
 BLOCK = 256  # rows of a triangle that are multiplied at once: enough for a matrix product to run at full speed
+_FEW = 64  # examples whose products are put together before their norm is taken: fewer calls
 
 
 def choose_curvature(curvature: str, likelihood: str, covariance: str) -> str:
@@ -218,7 +220,7 @@ class Precision(Accumulator):
     def variance(self, phi: Tensor) -> Tensor:
         """phi^T H^-1 phi: (N,) for one matrix, (N, C) for one per class. Call `factor` first."""
         self.check_factored()
-        with torch.autocast(phi.device.type, enabled=False):
+        with full_precision(phi.device):
             phi = phi.to(self.root.dtype)
             if self.num_matrices == 1:
                 return _squared_norm(phi, self.root[0])
@@ -234,7 +236,7 @@ class Precision(Accumulator):
         phi = phi if fast else phi.double()
         columns = [None] * self.num_matrices if weights is None else weights.to(phi.dtype).unbind(-1)
         for data, w in zip(self.data, columns, strict=True):
-            with torch.autocast(phi.device.type, enabled=False):
+            with full_precision(phi.device):
                 add_products(data, phi if w is None else phi * w[:, None], phi, sign)
 
     def _refuse_moving_average(self, what: str) -> None:
@@ -269,11 +271,11 @@ def _blocks(size: int) -> list[tuple[int, int]]:
 
 def _squared_norm(phi: Tensor, root: Tensor) -> Tensor:
     """|L^-1 phi|^2 (N,); L^-1 is lower triangular."""
-    norms = [
-        torch.linalg.vector_norm(F.linear(phi[:, :end], root[start:end, :end]), dim=-1)
-        for start, end in _blocks(len(root))
-    ]
-    return sum((norm.square() for norm in norms[1:]), start=norms[0].square())
+    parts = (F.linear(phi[:, :end], root[start:end, :end]) for start, end in _blocks(len(root)))
+    if len(phi) <= _FEW:
+        return torch.linalg.vector_norm(torch.cat(list(parts), dim=-1), dim=-1).square()
+    norms = [torch.linalg.vector_norm(part, dim=-1).square() for part in parts]
+    return sum(norms[1:], start=norms[0])
 
 
 def add_products(data: Tensor, weighted: Tensor, phi: Tensor, sign: float = 1.0) -> None:

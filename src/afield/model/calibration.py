@@ -27,7 +27,7 @@ from torch import Tensor
 from afield.errors import NoBetterThanGuessing, NotFitted
 from afield.gp.head import GaussianProcessHead
 from afield.gp.likelihoods import LIKELIHOODS, Likelihood
-from afield.gp.line_search import brent, golden_section, minimize_near
+from afield.gp.line_search import brent, minimize_near
 from afield.model.batches import Field, Inputs
 from afield.model.evaluating import evaluating
 from afield.model.hidden import Hidden, check_target
@@ -46,6 +46,7 @@ _DECADES = 3.0  # from its start to either side, in which the nuisance parameter
 # amplitude with a larger scale gives the same probabilities.
 _RELATIVE_GRID = np.logspace(-1, 1, 25)
 _ABSOLUTE_GRID = np.logspace(-4, 4, 33)
+_COARSE, _FINE = 0.03, 0.003  # of the logarithm: to compare amplitudes, and for the one that is chosen
 _CACHED = 2**18  # numbers that the processor's cache holds
 
 
@@ -59,10 +60,9 @@ class Objective:
     weight: Tensor | None  # (N,) of the examples; None: 1
     outputs: Tensor  # (N, K) of the network
     prior: Callable[[float, float], float] = lambda t, a2: 0.0  # -log prior of t, worth one observation or so
-    exact_loss: Callable[[float, float], Tensor] | None = None  # as the predictive has it, to the last bit; None: loss
 
-    def total(self, t: float, a2: float, *, exact: bool = False) -> float:
-        losses = (self.exact_loss if exact and self.exact_loss is not None else self.loss)(t, a2)
+    def total(self, t: float, a2: float) -> float:
+        losses = self.loss(t, a2)
         return float(self.mean(losses)) + self.prior(t, a2) / self.count(losses)
 
     def count(self, losses: Tensor) -> float:
@@ -215,16 +215,8 @@ def choose(objective: Objective, *, largest: bool) -> tuple[float, float, float]
     error = objective.standard_error(difference)
     allowed = torch.nonzero(objective.mean(difference) <= STANDARD_ERRORS * error + 1e-12).flatten().tolist()
     pick = max(allowed) if largest else min(allowed, key=lambda i: abs(math.log(grid[i])))
-    settled = _settle(objective, grid[pick])
+    settled = _minimize(objective, grid[pick], guess=nuisance[pick], step=_FINE)
     return settled, math.sqrt(grid[pick]), float(objective.mean(objective.loss(settled, grid[pick])))
-
-
-def _settle(objective: Objective, a2: float) -> float:
-    """The nuisance parameter for the amplitude that was chosen, to the last bit by one procedure: records reproduce."""
-    center, reach = math.log(objective.start), _DECADES * math.log(10)
-    return math.exp(
-        golden_section(lambda t: objective.total(math.exp(t), a2, exact=True), center - reach, center + reach)
-    )
 
 
 def _warn_of_guessing(head: GaussianProcessHead, objective: Objective, losses: Tensor, target: Tensor) -> None:
@@ -264,7 +256,7 @@ def _constant_loss(likelihood: Likelihood, objective: Objective, target: Tensor)
     return likelihood.predictive_loss(rate, torch.zeros_like(rate), 0.0, target)
 
 
-def _minimize(objective: Objective, a2: float, *, guess: float | None) -> float:
+def _minimize(objective: Objective, a2: float, *, guess: float | None, step: float = _COARSE) -> float:
     """The nuisance parameter within 1000-fold of the start that minimises the objective; the better the guess, the
     fewer losses are computed."""
 
@@ -274,7 +266,7 @@ def _minimize(objective: Objective, a2: float, *, guess: float | None) -> float:
     center, reach = math.log(objective.start), _DECADES * math.log(10)
     low, high = center - reach, center + reach
     if guess is not None:
-        found = minimize_near(fn, math.log(guess))
+        found = minimize_near(fn, math.log(guess), step=step)
         if found is not None and low < found < high:
             return math.exp(found)
     if fn(low) == fn(center) == fn(high):  # the likelihood has nothing to calibrate beside the amplitude
@@ -323,7 +315,7 @@ def class_objective(
         """Log-normal on s / sqrt(1 + pi/8 a^2 v), v at its median: s stays finite where nothing is misclassified."""
         return 0.5 * math.log(s / math.sqrt(1 + a2 * middle)) ** 2
 
-    return Objective(loss, _RELATIVE_GRID / middle, 1.0, weight, mean, prior, any_loss)
+    return Objective(loss, _RELATIVE_GRID / middle, 1.0, weight, mean, prior)
 
 
 def _shared_loss(mean: Tensor, variance: Tensor, target: Tensor) -> Callable[[float, float], Tensor]:

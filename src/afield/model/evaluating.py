@@ -4,6 +4,8 @@ import contextlib
 import os
 import weakref
 from collections.abc import Iterator
+from itertools import chain
+from operator import is_, itemgetter
 from typing import Any
 
 import torch
@@ -15,6 +17,8 @@ _LOCK = Lock(rank=2)
 
 
 _MODES: "weakref.WeakKeyDictionary[nn.Module, list[Any]]" = weakref.WeakKeyDictionary()  # [readers, modes]
+_FLAT = "_flat_modules"  # where a module has its `_Flat`
+_CHILDREN, _TRAINING = itemgetter("_modules"), itemgetter("training")
 
 
 @contextlib.contextmanager
@@ -24,7 +28,7 @@ def evaluating(module: nn.Module) -> Iterator[None]:
     Threads share the module, hence its modes: the first to enter notes them, the last to leave brings them back. A
     module that is in evaluation mode already needs neither.
     """
-    if module not in _MODES and not any(m.training for m in module.modules()):
+    if not (_MODES or _trains(module) or _MODES):  # again: another thread may have entered while this one looked
         with torch.no_grad():
             yield
         return
@@ -42,6 +46,50 @@ def evaluating(module: nn.Module) -> Iterator[None]:
                 del _MODES[module]
                 for m, training in entry[1]:
                     m.training = training
+
+
+class _Flat:
+    """All modules of a module, walked once: to look at them again costs a tenth of a walk, because the loops run in C.
+
+    It holds the dictionaries of the modules.
+    """
+
+    __slots__ = ("_children", "_found", "_states")
+
+    def __init__(self, modules: list[nn.Module]) -> None:
+        self._states = [m.__dict__ for m in modules]
+        self._children = [m._modules for m in modules]
+        self._found = list(chain.from_iterable(map(dict.values, self._children)))
+
+    def is_of(self, module: nn.Module) -> bool:
+        """Whether these are the modules of that one, as it is now."""
+        return (
+            self._states[0] is module.__dict__  # and not those of what it is a shallow copy of
+            and sum(map(len, self._children)) == len(self._found)
+            and all(map(is_, chain.from_iterable(map(dict.values, self._children)), self._found))
+            and all(map(is_, map(_CHILDREN, self._states), self._children))
+        )
+
+    def any_trains(self) -> bool:
+        return any(map(_TRAINING, self._states))
+
+    def __deepcopy__(self, memo: Any) -> None:
+        """A copy of a module starts without."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()
+
+
+def _trains(module: nn.Module) -> bool:
+    """Whether any module in it is in training mode."""
+    if not torch.compiler.is_compiling():
+        flat: _Flat | None = module.__dict__.get(_FLAT)
+        if flat is not None and flat.is_of(module):
+            return flat.any_trains()
+        modules = list(module.modules())
+        if all("training" in m.__dict__ and isinstance(m.__dict__.get("_modules"), dict) for m in modules):
+            module.__dict__[_FLAT] = _Flat(modules)  # torch's scripted modules have neither
+    return any(m.training for m in module.modules())
 
 
 def _after_fork() -> None:

@@ -9,6 +9,7 @@ the tensors' versions and addresses, and hashes again where these have changed.
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ _POSTERIOR = (  # what fitting and calibrating set
     *("shift", "gain", "length_scale", "radius"),
 )
 _SUMS = ("precision", "class_distance", "joined_score")  # of the head, which fitting and calibrating fill
+_VERSION = attrgetter("_version")
 _COUNTERS = ("num_steps", "num_binding", "num_batches_tracked")  # which change nothing
 
 
@@ -41,13 +43,13 @@ class Fingerprint:
 
     def __init__(self, net: nn.Module) -> None:
         self.digest = digest(net)
-        self._seen = _look(net)
+        self._seen: _Look | None = _Look(net)
         self._changed = False
 
     def still_holds(self, net: nn.Module, *, thorough: bool = False) -> bool:
         """Whether the network is the one that was hashed; `thorough`: by its content, whatever its versions say."""
-        if thorough or not all(_same(*row) for row in self._seen):
-            self._seen, self._changed = _look(net), digest(net) != self.digest
+        if thorough or self._seen is None or not self._seen.is_same():
+            self._seen, self._changed = _Look(net), digest(net) != self.digest
         return not self._changed
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Fingerprint":
@@ -60,8 +62,7 @@ class Fingerprint:
 def from_digest(text: str) -> Fingerprint:
     """The fingerprint of a saved or copied model: its tensors are looked at when it is first asked."""
     fingerprint = Fingerprint.__new__(Fingerprint)
-    fingerprint.digest, fingerprint._changed = text, False
-    fingerprint._seen = [({}, "", torch.zeros(0), 0, 0)]
+    fingerprint.digest, fingerprint._changed, fingerprint._seen = text, False, None
     return fingerprint
 
 
@@ -97,13 +98,22 @@ def _parent(net: nn.Module, name: str) -> nn.Module:
     return net.get_submodule(name.rpartition(".")[0])
 
 
-def _look(net: nn.Module) -> list[tuple[dict[str, Any], str, Tensor, int, int]]:
-    return [(e.owner, e.key, e.tensor, _version(e.tensor), e.tensor.data_ptr()) for e in _entries(net)]
+class _Look:
+    """Where the tensors are, their versions and addresses. Loops run in C: it is compared at every prediction."""
 
+    __slots__ = ("_addresses", "_keys", "_owners", "_tensors", "_versioned", "_versions")
 
-def _same(owner: dict[str, Any], key: str, tensor: Tensor, version: int, pointer: int) -> bool:
-    return owner.get(key) is tensor and _version(tensor) == version and tensor.data_ptr() == pointer
+    def __init__(self, net: nn.Module) -> None:
+        entries = list(_entries(net))
+        self._owners, self._keys = [e.owner for e in entries], [e.key for e in entries]
+        self._tensors = [e.tensor for e in entries]
+        self._versioned = [tensor for tensor in self._tensors if not tensor.is_inference()]  # which have no version
+        self._versions = list(map(_VERSION, self._versioned))
+        self._addresses = list(map(Tensor.data_ptr, self._tensors))
 
-
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
+    def is_same(self) -> bool:
+        return (
+            all(map(is_, map(dict.get, self._owners, self._keys), self._tensors))
+            and list(map(_VERSION, self._versioned)) == self._versions
+            and list(map(Tensor.data_ptr, self._tensors)) == self._addresses
+        )

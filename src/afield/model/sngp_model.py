@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from afield.bounds.spectral import bounds_of, operator_norm
+from afield.bounds.weight_cache import followed, kept_weights
 from afield.errors import Stale, StaleWarning
 from afield.gp.capture import hidden_vectors
 from afield.gp.head import GaussianProcessHead
@@ -56,7 +57,12 @@ class SNGP(nn.Module):
 
     @property
     def head(self) -> GaussianProcessHead:
-        return self.net.get_submodule(self.output)  # type: ignore[return-value]
+        found: Any = self.net
+        for name in self.output.split(".") if self.output else ():
+            found = found._modules.get(name)
+            if found is None:  # torch has the message
+                return self.net.get_submodule(self.output)  # type: ignore[return-value]
+        return found
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the network returns; its logits are the posterior mean."""
@@ -101,7 +107,7 @@ class SNGP(nn.Module):
             return self._predict_all(args[0], options, **kwargs)
         if len(args) == 1 and isinstance(args[0], Mapping):
             args, kwargs, _ = split_batch({**args[0], **kwargs}, device_of(self), net=self.net)
-        with evaluating(self):
+        with evaluating(self), kept_weights(self.net):
             h = _without_infinity(self.hidden(*args, **kwargs), args or tuple(kwargs.values()))
             prediction = self.head.predict(h, predictive=predictive, num_samples=num_samples, generator=generator)
         if self.fingerprint is None or torch.compiler.is_compiling() or self.fingerprint.still_holds(self.net):
@@ -183,5 +189,8 @@ def _without_infinity(h: Tensor, inputs: Sequence[Any]) -> Tensor:
     """NaN in the rows whose first input is not finite: an activation may hide it, and the row would pass as usual."""
     x = next((value for value in inputs if isinstance(value, Tensor)), None)
     if x is None or not x.is_floating_point() or x.dim() < 2 or len(x) != len(h):
+        return h
+    # Their sum is finite only if all are, and one number. Elsewhere, a look at it would wait for the device.
+    if x.is_cpu and not torch.compiler.is_compiling() and not followed() and math.isfinite(x.sum().item()):
         return h
     return h.masked_fill(~torch.isfinite(x).flatten(1).all(1, keepdim=True), math.nan)
