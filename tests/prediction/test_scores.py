@@ -19,7 +19,8 @@ from afield.prediction.scores import SCORES
 
 few = settings(deadline=None, max_examples=25)
 seeds = st.integers(0, 10**6)
-OF_THE_VARIANCE = {"max_probability", "entropy", "gen", "dempster_shafer", "variance", "mutual_information"}
+CARRIED = {"joined"}  # by the prediction: what it is made of is tested in gp/test_joined_score.py
+OF_THE_VARIANCE = {*CARRIED, "max_probability", "entropy", "gen", "dempster_shafer", "variance", "mutual_information"}
 
 
 def normal(*shape: int, number: int = 0) -> Tensor:
@@ -28,7 +29,8 @@ def normal(*shape: int, number: int = 0) -> Tensor:
 
 def prediction(logits: Tensor, variance: Tensor, number: int = 0) -> Prediction:
     members = monte_carlo(logits, variance, 500, torch.Generator().manual_seed(number))
-    return Prediction(logits, variance, mean_field(logits, variance), members)
+    joined = variance + logits.amax(-1) if variance.dim() == 1 else None
+    return Prediction(logits, variance, mean_field(logits, variance), members, joined=joined)
 
 
 def example(number: int = 0, n: int = 20, k: int = 4) -> Prediction:
@@ -55,6 +57,7 @@ FORMULAS: dict[str, Callable[[Prediction], np.ndarray]] = {
     "energy": lambda p: -np.log(np.exp(p.logits.numpy()).sum(1)),
     "dempster_shafer": dempster_shafer,
     "variance": lambda p: p.variance.numpy(),
+    "joined": lambda p: p.joined.numpy(),
     "mutual_information": lambda p: np.mean(
         [special.rel_entr(m, p.members.numpy().mean(0)).sum(1) for m in p.members.numpy()], axis=0
     ),
@@ -89,7 +92,7 @@ def test_one_score_an_example(name: str) -> None:
 def test_the_order_of_the_classes_does_not_matter(name: str) -> None:
     p = example()
     order = torch.tensor([2, 0, 3, 1])
-    shuffled = Prediction(p.logits[:, order], p.variance, p.probs[:, order], p.members[..., order])
+    shuffled = Prediction(p.logits[:, order], p.variance, p.probs[:, order], p.members[..., order], joined=p.joined)
     torch.testing.assert_close(SCORES[name](shuffled), SCORES[name](p))
 
 
@@ -98,7 +101,7 @@ def test_min_distance_refuses_logits_that_are_no_distances() -> None:
         SCORES["min_distance"](Prediction(torch.tensor([[-1.0, 0.1]])))
 
 
-@pytest.mark.parametrize("name", sorted(set(SCORES) - {"min_distance"}))
+@pytest.mark.parametrize("name", sorted(set(SCORES) - {"min_distance"} - CARRIED))
 def test_one_logit_scores_as_two_opposite_ones_and_both_signs_alike(name: str) -> None:
     z, v = 2 * normal(20, 1), normal(20, number=1).square()
     scores = []

@@ -10,10 +10,8 @@ length scale and moments come from all hidden vectors as they are after training
 distributed training, gradient checkpointing and repeated passes. `observe` adds examples, `posterior` reads.
 """
 
-import contextlib
 import dataclasses
-import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -24,23 +22,20 @@ from afield.gp.capture import handed_over
 from afield.gp.class_distance import ClassDistance
 from afield.gp.features import RandomFeatures
 from afield.gp.full_precision import full_precision
+from afield.gp.head_state import HeadState
 from afield.gp.joined_score import JoinedScore
 from afield.gp.likelihoods import LIKELIHOODS
 from afield.gp.low_rank import LowRank, check_rank
 from afield.gp.observing import accumulate
 from afield.gp.precision import COVARIANCES, Precision, choose_curvature, curvature_weights
-from afield.gp.snapshot import Lock, adopt, frozen_copy
 from afield.gp.variance_features import has_own_features, own_features
-from afield.prediction.p_values import sort_reference, with_p_values
+from afield.prediction.p_values import with_p_values
 from afield.prediction.prediction import Prediction
 from afield.prediction.predictive import PREDICTIVES
-from afield.prediction.scores import SCORES, symmetric
-
-SCALARS = ("ridge", "amplitude", "logit_scale", "noise")
-_PARTS = ("random_features", "variance_features", "precision", "class_distance", "joined_score")  # of the state
+from afield.prediction.scores import symmetric
 
 
-class GaussianProcessHead(nn.Module):
+class GaussianProcessHead(HeadState):
     """h (N, in_features) -> logits (N, out_features), with a posterior variance.
 
     ridge                r, the prior precision of each output weight
@@ -61,17 +56,6 @@ class GaussianProcessHead(nn.Module):
 
     Output weights start at the prior mean, zero, so that f tends to zero far from the data also after training.
     """
-
-    ridge: Tensor
-    amplitude: Tensor
-    logit_scale: Tensor
-    noise: Tensor
-    training_error: Tensor
-    reference: Tensor
-    reference_spans: Tensor
-    reference_count: Tensor
-    score_name: Tensor
-    score: str
 
     def __init__(
         self,
@@ -96,8 +80,6 @@ class GaussianProcessHead(nn.Module):
         allowed = LIKELIHOODS[likelihood].outputs
         if not allowed.fewest <= out_features <= allowed.most:
             raise ValueError(f"A {likelihood} head expects {allowed.words}, got out_features={out_features}.")
-        for name, value in (("ridge", ridge), ("amplitude", amplitude)):
-            _check_range(name, value)
         self.in_features, self.out_features = in_features, out_features
         self.likelihood, self.covariance = likelihood, covariance
         self.curvature = choose_curvature(curvature, likelihood, covariance)
@@ -135,32 +117,7 @@ class GaussianProcessHead(nn.Module):
             self.constant = nn.Parameter(torch.zeros(out_features))
         else:
             self.register_parameter("constant", None)
-        for name, value in zip(SCALARS, (ridge, amplitude, 1.0, 1.0), strict=True):
-            self.register_buffer(name, torch.tensor(value, dtype=torch.float64))
-        # The mean squared error on the training data, 0 where it is not known; for calibration.
-        self.register_buffer("training_error", torch.zeros((), dtype=torch.float64))
-        # Sorted held-out scores, where those of each class lie, if they go by class, and the number of examples
-        # observed when they were taken.
-        self.register_buffer("reference", torch.zeros(0, dtype=torch.float64))
-        self.register_buffer("reference_spans", torch.zeros(0, 2, dtype=torch.int64))
-        self.register_buffer("reference_count", torch.zeros((), dtype=torch.int64))
-        self.register_buffer("score_name", torch.zeros(0, dtype=torch.uint8))
-        self.set_score(LIKELIHOODS[likelihood].score)
-        self._writing, self._publishing = Lock(rank=0), Lock(rank=1)
-
-    def unadapted(self) -> list[RandomFeatures]:
-        """The random features that do not know their length scale and moments yet."""
-        return [f for f in (self.random_features, self.variance_features) if f is not None and not f.adapted]
-
-    @property
-    def features_of_variance(self) -> RandomFeatures:
-        """psi: those of its own, or the mean's."""
-        return self.random_features if self.variance_features is None else self.variance_features
-
-    @property
-    def num_observed(self) -> int:
-        """Examples in the posterior."""
-        return int(self.precision.count)
+        self.register_state(ridge, amplitude)
 
     def features(self, h: Tensor) -> Tensor:
         """phi (N, D), of the mean."""
@@ -205,69 +162,6 @@ class GaussianProcessHead(nn.Module):
         """Remove examples that were observed, exactly: same hidden vectors, logits, classes and weights."""
         with self._writing, self._publishing:
             accumulate(self, h, logits, classes, weights, remove=True)
-
-    def hold(self) -> Lock:
-        """A context in which the state does not change."""
-        return self._publishing
-
-    def snapshot(self) -> "GaussianProcessHead":
-        """The head as it is now, factorised: a prediction that reads it belongs to one state, whatever goes on."""
-        with self._publishing:
-            if self.precision.fitted:
-                self.factor()
-            return frozen_copy(self, *_PARTS)
-
-    @contextlib.contextmanager
-    def revision(self, *, afresh: bool = False, observes: bool = True) -> Iterator["GaussianProcessHead"]:
-        """A copy to change, which takes the place of the head, in one step, unless something goes wrong.
-
-        One revision at a time; predictions go on meanwhile, with the old state.
-
-        afresh    start without any examples
-        observes  whether examples are added or removed; else the sums need no copy
-        """
-        with self._writing:
-            with self._publishing:
-                draft = frozen_copy(self, *_PARTS)
-            if afresh:
-                draft.reset_posterior()
-            elif observes:
-                draft.precision.unshare()
-                if draft.class_distance is not None:
-                    draft.class_distance.unshare()
-            yield draft
-            if draft.precision.fitted:
-                draft.factor()
-            with self._publishing:
-                adopt(self, draft, *_PARTS)
-                self.random_features.adapted = draft.random_features.adapted
-                self.features_of_variance.adapted = draft.features_of_variance.adapted
-                self.score = draft.score
-
-    def reset_posterior(self) -> None:
-        """Forget all observed examples. Amplitude and logit scale stay; p-values are off until calibrated again."""
-        self.precision.reset()
-        if self.class_distance is not None:
-            self.class_distance.reset()
-        self.training_error = torch.zeros_like(self.training_error)
-        self.forget_score()
-
-    def forget_reference(self) -> None:
-        """Switch p-values off until calibrated again."""
-        self.reference, self.reference_spans = self.reference[:0].clone(), self.reference_spans[:0].clone()
-
-    def forget_score(self) -> None:
-        """Switch p-values and the joined score off until calibrated again: their sources have changed."""
-        self.forget_reference()
-        if self.joined_score is not None:
-            self.joined_score.forget()
-
-    def factor(self) -> None:
-        """Factorise the posterior precision, unless that is done."""
-        if not self.precision.factored:
-            self.precision.factor(float(self.ridge), float(self.noise))
-        if self.class_distance is not None and self.class_distance.fitted and not self.class_distance.factored:
-            self.class_distance.factor()
 
     def posterior(self, h: Tensor) -> tuple[Tensor, Tensor]:
         """Mean f (N, K) and variance a^2 psi^T H^-1 psi, (N,) shared or (N, K) per class."""
@@ -327,45 +221,6 @@ class GaussianProcessHead(nn.Module):
         prediction = dataclasses.replace(prediction, default_score=self.score)
         return with_p_values(prediction, self.reference, self.reference_spans)
 
-    @property
-    def calibrated(self) -> bool:
-        """Whether p-values stand: reference scores were taken from the posterior as it is now."""
-        return self.reference.numel() > 0 and int(self.reference_count) == self.num_observed
-
-    def set_reference(self, scores: Tensor, classes: Tensor | None = None) -> None:
-        """Keep the scores of held-out in-domain examples (N,), to which p-values compare new ones.
-
-        classes  (N,): the predicted classes, by which p-values are to be taken; None: all are compared with all
-        """
-        num_classes = LIKELIHOODS[self.likelihood].num_classes(self.out_features)
-        self.keep_reference(*sort_reference(scores.detach().double().to(self.reference.device), classes, num_classes))
-
-    def keep_reference(self, reference: Tensor, spans: Tensor) -> None:
-        """Take over the reference of another state of the head, as it is."""
-        with self._publishing:
-            self.reference, self.reference_spans = reference, spans
-            self.reference_count = self.precision.count.clone()
-
-    def set_score(self, name: str) -> None:
-        """Choose the score on which p-values rest; a buffer carries its name into every copy and file."""
-        self.score = SCORES.check(name)
-        self.score_name = torch.tensor(list(name.encode()), dtype=torch.uint8, device=self.score_name.device)
-
-    def set_scalars(self, **values: float) -> None:
-        """Set ridge, amplitude, logit_scale or noise; the posterior is factorised again when next read."""
-        for name, value in values.items():
-            if name not in SCALARS or not 0 < value < math.inf:
-                raise ValueError(f"set_scalars takes positive {', '.join(SCALARS)}, got {name}={value}.")
-            if name in ("ridge", "amplitude"):
-                _check_range(name, value)
-        with self._publishing:
-            for name, value in values.items():
-                setattr(self, name, torch.full_like(getattr(self, name), value))
-            self.forget_reference()
-            if values.keys() & {"ridge", "noise"}:
-                self.precision.stale()
-                self.forget_score()
-
     def mean_of(self, h: Tensor, phi: Tensor | None, psi: Tensor | None = None) -> Tensor:
         """f (N, K); phi and psi are the features of h where they are known."""
         if self.mean is not None:
@@ -402,33 +257,8 @@ class GaussianProcessHead(nn.Module):
             )
         return h
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "GaussianProcessHead":
-        names = (*SCALARS, "training_error", "reference")
-        exact = {name: getattr(self, name) for name in names}
-        super()._apply(fn, recurse)
-        for name, value in exact.items():
-            setattr(self, name, value.to(getattr(self, name).device))
-        return self
-
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        for name, dims in (("reference", 1), ("reference_spans", 2), ("score_name", 1)):
-            saved = state_dict.get(prefix + name)
-            if saved is not None and saved.dim() == dims:
-                setattr(self, name, getattr(self, name).new_zeros(saved.shape))
-        super()._load_from_state_dict(state_dict, prefix, *args)
-        if prefix + "score_name" in state_dict:
-            self.set_score(bytes(self.score_name.tolist()).decode())
-
     def extra_repr(self) -> str:
         return (
             f"{self.in_features}, {self.out_features}, likelihood={self.likelihood!r}, "
             f"covariance={self.covariance!r}, curvature={self.curvature!r}, ridge={float(self.ridge):g}"
         )
-
-
-def _check_range(name: str, value: float) -> None:
-    """Beyond a million million the digits of a variance are gone, though no number is infinite yet."""
-    if not 0 < value < math.inf:
-        raise ValueError(f"{name} must be positive and finite, got {value}.")
-    if not 1e-12 <= value <= 1e12:
-        raise ValueError(f"{name} must lie between 1e-12 and 1e12, got {value:g}.")

@@ -150,11 +150,10 @@ def fit_scales(
 def _mixed(pooled: Objective, count: int, grid: np.ndarray) -> Objective:
     """The objective of a mixture from that of its parts' examples, one part after the other."""
 
-    def mixed(loss: Callable[[float, float], Tensor]) -> Callable[[float, float], Tensor]:
-        return lambda s, a2: math.log(count) - torch.logsumexp(-loss(s, a2).reshape(count, -1), 0)
+    def loss(s: float, a2: float) -> Tensor:
+        return math.log(count) - torch.logsumexp(-pooled.loss(s, a2).reshape(count, -1), 0)
 
-    exact = None if pooled.exact_loss is None else mixed(pooled.exact_loss)
-    return replace(pooled, loss=mixed(pooled.loss), exact_loss=exact, grid=grid)
+    return replace(pooled, loss=loss, grid=grid)
 
 
 def _fit_variance(whole: Prediction, target: Tensor) -> float:
