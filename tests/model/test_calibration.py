@@ -87,7 +87,7 @@ def test_an_overconfident_classifier_becomes_calibrated():
     assert ece(after, y) < 0.03
 
 
-@pytest.mark.parametrize(("score", "fitted", "reference"), [(None, 450, 450), ("dempster_shafer", 600, 300)])
+@pytest.mark.parametrize(("score", "fitted", "reference"), [(None, 600, 450), ("dempster_shafer", 600, 300)])
 def test_the_losses_it_reports_are_log_losses_of_the_model_before_and_after(score, fitted, reference):
     model, loader = overconfident(), [held_out(900)]
     fit = torch.randperm(900, generator=seed())[:fitted]
@@ -543,7 +543,7 @@ def test_a_model_that_is_no_better_than_the_uniform_guess_is_told():
     x, y = normal(300, 4, number=1), torch.randint(3, (300,), generator=seed(5))
     with pytest.warns(
         NoBetterThanGuessing,
-        match=r"On 150 held-out examples .* no better than guessing: its log loss of [\d.]+ cannot be told from 1\.099 "
+        match=r"On 200 held-out examples .* no better than guessing: its log loss of [\d.]+ cannot be told from 1\.099 "
         r"\(log 3, that of the uniform guess\), and its accuracy of 0\.\d+ cannot be told from chance\. Is the network",
     ):
         afield.calibrate(model, [(x, y)])

@@ -4,13 +4,15 @@
 
 Held-out in-domain data cannot see what the variance is for: its log loss is flat in the amplitude a, and minimising
 it alone often drives a to zero. So every a on a grid gets its own best s, and of all amplitudes that the data cannot
-tell from the best one (a paired test of the log loss, at 5%) a classifier takes the *largest*:
+tell from the best one (the log losses differ by less than one standard error) a classifier takes the *largest*:
 its probabilities stay as good, and distance keeps its say. Regression and rates take the amplitude nearest to 1, the
 prior's own, and regression fits the noise variance in place of s. A few held-out rows may be easy by chance, so the
 noise is raised until the variance of the target is, on average, at least the mean squared error on the training data.
 
-The held-out data is cut in two by a fixed permutation. One part chooses the parameters and fixes the score; the scores
-of the other are the reference for p-values. A score chosen by looking at its own reference would void the guarantee.
+The held-out data is cut in two by a fixed permutation. One part fixes the score; the scores of the other are the
+reference for p-values. A score chosen by looking at its own reference would void the guarantee. Parameters come from
+the first two thirds. The joined score of a classifier depends on none of them, and is fixed by the first half: p-values
+then compare with a half of the data, other scores' with a third.
 """
 
 import dataclasses
@@ -38,8 +40,9 @@ from afield.prediction.prediction import Prediction
 from afield.prediction.predictive import MEAN_FIELD_FACTOR
 
 JOINED = "joined"
-JOINED_FRACTION, FIT_FRACTION = 1 / 2, 2 / 3  # a joined score also needs rows to compare its sources with
-STANDARD_ERRORS = 1.645  # by which a mean exceeds another in one case of twenty
+JOINED_FRACTION, FIT_FRACTION = 1 / 2, 2 / 3
+STANDARD_ERRORS = 1.0  # within which an amplitude is as good as the best
+_ONE_IN_TWENTY = 1.645  # standard errors by which a mean exceeds another by chance
 _FEWEST = 20
 _DECADES = 3.0  # from its start to either side, in which the nuisance parameter is looked for
 # a^2 pi/8 times the median variance, for classes: beyond 10 the shrinkage has its limiting shape, where a larger
@@ -129,7 +132,7 @@ def calibrate(
     per_class     compare a row with reference rows of the same predicted class, so that no class is refused more often
                   than promised, however rare it is. Classes with fewer than 99 such rows share a reference
     fit_fraction  the part of the data that chooses the parameters and fixes the score; the rest is the reference. None:
-                  a half for the joined score, two thirds for others
+                  two thirds, of which the joined score takes a half of all
     seed          of the permutation that cuts the data
 
     Warns where the calibrated model cannot be told from guessing. Under torch.distributed give every rank the same
@@ -163,7 +166,8 @@ def calibrate(
         likelihood = LIKELIHOODS[head.likelihood]
         head.set_score(score or (JOINED if head.joined_score is not None else likelihood.score))
         fraction = fit_fraction or (JOINED_FRACTION if head.score == JOINED else FIT_FRACTION)
-        fit, rest = (part.to(hidden.device) for part in cut_in_two(hidden.shape[0], fraction, seed))
+        first, rest = (part.to(hidden.device) for part in cut_in_two(hidden.shape[0], fraction, seed))
+        fit = cut_in_two(hidden.shape[0], fit_fraction or FIT_FRACTION, seed)[0].to(hidden.device)
         objective = _objective(head, hidden[fit], y[fit], None if weight is None else weight[fit])
         if amplitude is not None:
             objective = dataclasses.replace(objective, grid=np.array([amplitude**2]))
@@ -175,7 +179,7 @@ def calibrate(
         if likelihood.noisy and _raise_noise(head, hidden[fit]):
             after = float(objective.mean(objective.loss(float(head.noise), amplitude**2)))
         if head.joined_score is not None:
-            head.joined_score.fit(_sources(head, hidden[fit]))
+            head.joined_score.fit(_sources(head, hidden[first]))
         reference = Prediction.cat([head.predict(h) for h in hidden[rest].split(4096)])
         head.set_reference(reference.score(head.score), predicted_class(reference) if per_class else None)
         nuisance = float(head.noise if likelihood.noisy else head.logit_scale)
@@ -228,13 +232,13 @@ def _warn_of_guessing(head: GaussianProcessHead, objective: Objective, losses: T
     else:
         guess, name = _constant_loss(likelihood, objective, target), "that of a constant"
     gain, loss, guessed = guess - losses, float(objective.mean(losses)), float(objective.mean(guess))
-    if float(objective.mean(gain)) <= STANDARD_ERRORS * float(objective.standard_error(gain)):
+    if float(objective.mean(gain)) <= _ONE_IN_TWENTY * float(objective.standard_error(gain)):
         reasons.append(f"its log loss of {loss:.4g} cannot be told from {guessed:.4g} ({name})")
     if classes:
         chosen = objective.outputs.argmax(-1) if head.out_features > 1 else (objective.outputs[:, 0] > 0).long()
         right = (chosen == target).double()
         chance = math.sqrt((1 - 1 / classes) / classes / objective.count(right))
-        if float(objective.mean(right)) <= 1 / classes + STANDARD_ERRORS * chance:
+        if float(objective.mean(right)) <= 1 / classes + _ONE_IN_TWENTY * chance:
             reasons.append(f"its accuracy of {float(objective.mean(right)):.4g} cannot be told from chance")
     if reasons:
         warnings.warn(
