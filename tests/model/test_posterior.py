@@ -2,8 +2,8 @@
 
 import copy
 import datetime
-import re
 import os
+import re
 import signal
 import warnings
 import weakref
