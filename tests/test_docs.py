@@ -34,7 +34,9 @@ ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("results/**/*.md")])
 WRITTEN = [page for page in PAGES if ROOT / "results" not in page.parents]
 MEASURED = [page for page in WRITTEN if page.name not in ("CHANGELOG.md", "CONTRIBUTING.md")]
-FILLERS = ("attach", "choices", "defaults", "detectors", "estimators", "scale", "speed.__main__")  # modules of bench/
+FILLERS = (  # modules of bench/
+    *("attach", "bounds", "choices", "defaults", "detectors", "estimators", "scale", "speed.__main__"),
+)
 EXTRAS = (  # what the extras of pyproject.toml bring
     *("sklearn", "scipy", "matplotlib", "tyro", "rich", "jinja2", "filelock", "gpytorch", "pyro", "optuna", "pooch"),
     *("tqdm", "PIL", "transformers", "accelerate", "lightning", "timm", "onnx", "onnxruntime", "pyarrow", "ray"),

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from afield.gp.head import GaussianProcessHead
     from afield.model.calibration import calibrate
     from afield.model.convert import attach, sngp
+    from afield.model.layers import parameter_groups
     from afield.model.output_weights import fit_head
     from afield.model.posterior import fit_posterior
     from afield.model.saving import save
@@ -45,6 +46,7 @@ __all__ = [
     "fit_posterior",
     "fold",
     "load",
+    "parameter_groups",
     "policy",
     "save",
     "sngp",
@@ -63,6 +65,7 @@ _HOME = {  # of the public names
     "fit_posterior": "model.posterior",
     "fold": "bounds.spectral",
     "load": "experiment.model_folder",
+    "parameter_groups": "model.layers",
     "policy": "decide.policies",
     "save": "model.saving",
     "sngp": "model.convert",

@@ -670,7 +670,9 @@ def test_command_exports_a_run_and_its_snippet_runs(
     exec("\n".join(lines), names)
     right = model.predict(x)
     np.testing.assert_allclose(names["probs"], right.probs.numpy(), atol=1e-4)
-    assert names["accepted"].tolist() == right.accept(0.01).tolist()
+    clear = ((right.p_value - 0.01).abs() > 1.01 * right.smallest_p_value).numpy()  # rounding may cost one rank
+    assert clear.sum() > 4
+    assert names["accepted"][clear].tolist() == right.accept(0.01).numpy()[clear].tolist()
 
 
 def test_command_exports_a_saved_model(

@@ -141,8 +141,9 @@ def test_rows_without_an_answer_are_neither_counted_nor_flagged(saved: list[str]
 
 
 def test_nothing_flagged_says_what_it_would_take(saved: list[str], capsys):
-    np.save("in/a.npy", np.zeros((300, 2), dtype=np.float32))
-    np.save("in/sub/b.npy", np.zeros((500, 2), dtype=np.float32))
+    usual = np.array([[0.7, 0.7]], dtype=np.float32)
+    np.save("in/a.npy", usual.repeat(300, axis=0))
+    np.save("in/sub/b.npy", usual.repeat(500, axis=0))
     main([*saved, "--fdr", "0.1"])
     assert "No row is flagged: the smallest p-value" in capsys.readouterr().out
     assert not check(0.1).any()

@@ -20,6 +20,7 @@ from afield.bounds.residual import Residual
 from afield.bounds.spectral import bound_of, fold, operator_norm
 from afield.errors import NotFitted
 from afield.gp.head import GaussianProcessHead
+from afield.model.convert import DEFAULT_BOUNDS
 from afield.model.evaluating import evaluating
 from afield.model.sngp_model import SNGP, AuditRow
 
@@ -149,6 +150,7 @@ class Several(nn.Module):
         self.fc = nn.Linear(4, 3)
 
 
+BY_TYPE = {"stem": 6.0, "block1.0": 6.0, "block1.1": 0.95, "block2.0": 6.0, "block2.1": 0.95, "attention": 0.95}
 ALL = ["stem", "block1.0", "block1.1", "block2.0", "block2.1", "attention"]
 
 
@@ -172,11 +174,26 @@ ALL = ["stem", "block1.0", "block1.1", "block2.0", "block2.1", "attention"]
         ({nn.Linear: 1.0, nn.Module: 2.0}, dict.fromkeys(["norm", *ALL], 2.0) | {"block1.1": 1.0, "block2.1": 1.0}),
         ({nn.BatchNorm2d: 2.0}, {"norm": 2.0}),
         ({nn.MultiheadAttention: 0.7}, {"attention": 0.7}),
+        (DEFAULT_BOUNDS, BY_TYPE),
+        ({**DEFAULT_BOUNDS, "stem": None, "block1.1": 2.0}, {**BY_TYPE, "stem": None, "block1.1": 2.0}),
     ],
     ids=str,
 )
 def test_rules(rules: object, expected: dict[str, float]) -> None:
-    assert bounds(Several(), rules) == expected
+    assert bounds(Several(), rules) == {name: c for name, c in expected.items() if c is not None}
+
+
+def test_the_default_bound_goes_by_type_of_layer() -> None:
+    assert {name: row.bound for name, row in audit(afield.sngp(Several(), **SMALL)).items() if row.bound} == BY_TYPE
+    assert audit(afield.sngp(Several(), **SMALL))["norm"].status == "not bounded: its scale is bounded on request"
+
+
+def test_the_default_does_not_ask_for_every_type_of_layer() -> None:
+    assert bounds(mlp(), DEFAULT_BOUNDS) == bounds(mlp(), dict(DEFAULT_BOUNDS)) == bounds(mlp(), 0.95)
+    with pytest.raises(ValueError, match=r"match no hidden layer: 'stem'\. The layers are"):
+        afield.sngp(mlp(), {**DEFAULT_BOUNDS, "stem": None})
+    with pytest.raises(ValueError, match=r"match no hidden layer: Conv2d\. The layers are"):
+        afield.sngp(mlp(), {nn.Linear: 0.95, nn.Conv2d: 6.0})
 
 
 @pytest.mark.parametrize(
@@ -588,7 +605,7 @@ def test_the_same_conversion_twice_is_the_same_conversion() -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"output": "2"}, {"num_random_features": 64}, {"bound": 6.0}, {"bound": None}, {"freeze": True}],
+    [{"output": "2"}, {"num_random_features": 64}, {"bound": 0.95}, {"bound": None}, {"freeze": True}],
     ids=str,
 )
 def test_another_conversion_of_a_converted_model_is_refused(options: dict[str, object]) -> None:

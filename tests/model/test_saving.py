@@ -226,6 +226,18 @@ def test_bounds_on_attention_come_back(rules, tmp_path):
     identical(model, back, torch.randn(5, 3))
 
 
+def test_default_bounds_come_back_and_the_model_can_be_converted_again(tmp_path):
+    def net() -> nn.Sequential:
+        layers = nn.Unflatten(1, (1, 3)), nn.Conv1d(1, 2, 2), nn.Flatten(), nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)
+        return nn.Sequential(*layers)
+
+    model = afield.sngp(net(), num_random_features=8, length_scale=1.0)
+    afield.fit_posterior(model, [torch.randn(20, 3)])
+    back = afield.load(afield.save(model, tmp_path), net())
+    assert [b.c for b in all_bounds(back)] == [b.c for b in all_bounds(model)] == [6.0, 0.95]
+    identical(model, afield.sngp(back), torch.randn(5, 3))
+
+
 class Special(nn.Linear):
     """A user's own layer type."""
 

@@ -35,6 +35,7 @@ from afield.experiment.checkpoint import load_checkpoint, save_checkpoint
 from afield.methods import Method
 from afield.methods.method import Model, unchanged
 from afield.model.batches import device_of
+from afield.model.layers import decay_matrices
 from afield.model.ranks import share_statistics
 from afield.settings import Settings
 from afield.tasks import Task
@@ -174,17 +175,14 @@ def make_optimizer(model: nn.Module, settings: Settings, *, fused: bool = True) 
 
     fused  update all parameters by one kernel, which is faster; sharded parameters have none
     """
-    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     of_body = settings.learning_rate, settings.weight_decay
     given = settings.head_learning_rate, settings.head_weight_decay
     of_head = tuple(body if own is None else own for own, body in zip(given, of_body, strict=True))
     head = set() if given == (None, None) else _output_parameters(model)
     groups = []
     for in_head, (rate, decay) in ((False, of_body), (True, of_head)):
-        for matrix in (False, True):
-            chosen = [p for p in parameters.values() if (id(p) in head) == in_head and (p.dim() > 1) == matrix]
-            if chosen:
-                groups.append({"params": chosen, "lr": rate, "weight_decay": decay if matrix else 0.0})
+        groups += decay_matrices([p for p in model.parameters() if (id(p) in head) == in_head], rate, decay)
+    groups = [group for group in groups if group["params"]]
     if settings.optimizer == "sgd":
         return torch.optim.SGD(groups, lr=settings.learning_rate, momentum=0.9, nesterov=True, fused=fused or None)
     kind = torch.optim.AdamW if settings.optimizer == "adamw" else torch.optim.Adam

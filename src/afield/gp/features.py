@@ -234,7 +234,10 @@ class RandomFeatures(nn.Module):
             gain = 1 / torch.where(std > 1e-6 * largest, std, largest)
             shift, gain = shift.to(h), gain.to(h)
         if not self._fixed or math.isnan(scale):
-            scale = self.fraction * median_distance(self._coordinates(h, shift, gain))
+            z = self._coordinates(h, shift, gain)
+            scale = self.fraction * median_distance(z)
+            if not math.isfinite(scale) and GEOMETRIES[self.geometry].standardized:
+                fallback = self.fraction * math.sqrt(2 * z.shape[1])  # of standardised vectors in general
             if not math.isfinite(scale):
                 if fallback is None:
                     raise ValueError(

@@ -272,7 +272,7 @@ def _blocks(size: int) -> list[tuple[int, int]]:
 def _squared_norm(phi: Tensor, root: Tensor) -> Tensor:
     """|L^-1 phi|^2 (N,); L^-1 is lower triangular."""
     parts = (F.linear(phi[:, :end], root[start:end, :end]) for start, end in _blocks(len(root)))
-    if len(phi) <= _FEW:
+    if not torch.compiler.is_compiling() and len(phi) <= _FEW:  # a graph has batches of every size
         return torch.linalg.vector_norm(torch.cat(list(parts), dim=-1), dim=-1).square()
     norms = [torch.linalg.vector_norm(part, dim=-1).square() for part in parts]
     return sum(norms[1:], start=norms[0])

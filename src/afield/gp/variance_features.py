@@ -13,7 +13,7 @@ from afield.gp.features import RandomFeatures
 from afield.gp.likelihoods import LIKELIHOODS
 
 CHOICES = ("auto", "own", "same")
-FOR_VARIANCE: dict[str, Any] = {"geometry": "direction_length", "fraction": 0.5}  # docs/defaults.md
+FOR_VARIANCE: dict[str, Any] = {"geometry": "direction_length", "fraction": 0.5, "grow": True}  # docs/defaults.md
 
 
 def has_own_features(choice: str | Mapping[str, Any], likelihood: str) -> bool:

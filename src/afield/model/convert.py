@@ -7,6 +7,7 @@ calling the model goes through the network's own `forward`, whatever that takes 
 import copy
 import fnmatch
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from torch import nn
@@ -20,12 +21,16 @@ from afield.model.output_check import check_example
 from afield.model.sngp_model import SNGP
 
 BoundRules = float | Mapping[str | type[nn.Module], float | None] | None
+DEFAULT_BOUNDS: Mapping[str | type[nn.Module], float | None] = MappingProxyType(
+    {nn.Linear: 0.95, nn.MultiheadAttention: 0.95, nn.Conv1d: 6.0, nn.Conv2d: 6.0, nn.Conv3d: 6.0}
+)
+"""By type of layer; docs/defaults.md has the evidence. 6 is the paper's for convolutions."""
 _BATCH_NORM = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
 def sngp(
     net: nn.Module,
-    bound: BoundRules = 0.95,
+    bound: BoundRules = DEFAULT_BOUNDS,
     *,
     output: str | None = None,
     freeze: bool = False,
@@ -34,9 +39,10 @@ def sngp(
 ) -> SNGP:
     """A copy of `net` with bounded hidden layers and a Gaussian-process output layer; `net` is not touched.
 
-    bound    a number for every Linear, convolution and attention projection; None for no bounds; or a mapping from
-             layer types and name patterns to numbers or None, such as {nn.Conv2d: 6.0, "fc*": 0.95}. A name pattern
-             goes before a type, an earlier entry before a later one, and a layer without an entry stays unbounded.
+    bound    0.95 for Linear and attention projections and 6 for convolutions, unless given; a number for all of them;
+             None for no bounds; or a mapping from layer types and name patterns to numbers or None, such as
+             {nn.Conv2d: 3.0, "fc*": 0.95}. A name pattern goes before a type, an earlier entry before a later one,
+             and a layer without an entry stays unbounded. {**DEFAULT_BOUNDS, "stem": None} changes the default.
              BatchNorm's scale is bounded only where the mapping says so.
     output   the name of the Linear that makes the logits; found by itself when it is the last one registered
     freeze   train only the output weights, for `afield.fit_head` on a trained network
@@ -49,7 +55,7 @@ def sngp(
     """
     settings = {"bound": _bound_settings(bound), "output": output, "freeze": freeze, "head": _plain_options(head)}
     if isinstance(net, SNGP):
-        default: dict[str, Any] = {"bound": 0.95, "output": None, "freeze": False, "head": {}}
+        default = {"bound": _bound_settings(DEFAULT_BOUNDS), "output": None, "freeze": False, "head": {}}
         return _checked(_again(net, "sngp", settings, default), example)
     net, output, old = _copied(net, output)
     out_features = head.pop("out_features", old.out_features)
@@ -127,7 +133,10 @@ def _copied(net: nn.Module, output: str | None) -> tuple[nn.Module, str, nn.Line
 def bound_layers(net: nn.Module, rules: BoundRules, skip: str) -> dict[str, str]:
     """Bound what the rules say; for every other layer, the reason why not."""
     reasons: dict[str, str] = {}
+    by_default = isinstance(rules, Mapping) and rules.items() >= DEFAULT_BOUNDS.items()
     unused = set(rules) if isinstance(rules, Mapping) else set()
+    if by_default:  # a network need not have every type of layer
+        unused -= set(DEFAULT_BOUNDS)
     for name, layer in layers_of(net):
         if name == skip:
             continue
@@ -136,7 +145,7 @@ def bound_layers(net: nn.Module, rules: BoundRules, skip: str) -> dict[str, str]
         if not isinstance(layer, BOUNDABLE):
             reasons[name] = f"not bounded: no bound is defined for {type_name(layer)}"
         elif c is None:
-            on_request = isinstance(layer, _BATCH_NORM) and not isinstance(rules, Mapping) and rules is not None
+            on_request = isinstance(layer, _BATCH_NORM) and (by_default or not isinstance(rules, Mapping | None))
             reasons[name] = (
                 "not bounded: its scale is bounded on request" if on_request else "not bounded: by the rules"
             )

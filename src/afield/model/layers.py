@@ -1,11 +1,15 @@
-"""The layers of a network, by name: which hold parameters, how to put another in the place of one."""
+"""The layers of a network: which hold parameters, how to put another in the place of one, how each is trained."""
 
-from collections.abc import Iterator
+import math
+from collections.abc import Collection, Iterator
+from typing import Any
 
 from torch import nn
 
 from afield.bounds.spectral import BOUNDABLE
 from afield.gp.head import GaussianProcessHead
+
+HEAD_RATE = 10.0  # times the learning rate of the hidden layers; docs/defaults.md
 
 
 def replace_layer(net: nn.Module, name: str, new: nn.Module) -> nn.Module:
@@ -38,3 +42,62 @@ def layers_of(net: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 def type_name(layer: nn.Module) -> str:
     return type(layer).__name__.removeprefix("Parametrized")
+
+
+def parameter_groups(
+    model: nn.Module,
+    *,
+    lr: float,
+    weight_decay: float = 0.0,
+    head_lr: float | None = None,
+    num_examples: int | None = None,
+) -> list[dict[str, Any]]:
+    """The parameters to train, in groups for an optimizer: torch.optim.AdamW(afield.parameter_groups(model, lr=1e-3)).
+
+    lr            learning rate of the hidden layers
+    weight_decay  of their matrices; biases and other vectors have none
+    head_lr       learning rate of the Gaussian process's output weights; None: ten times lr
+    num_examples  N, how many training examples there are: output weights get the decay of their prior, ridge / N.
+                  None: they get no decay, because it depends on N. `weight_decay` is never theirs
+
+    The prior N(0, I / ridge) adds ridge |B|^2 / (2 N) to the mean negative log-likelihood, such as the cross-entropy.
+    SGD and Adam add weight_decay times the weight to its gradient: there ridge / N is exact, and training tends to the
+    maximum of the posterior. AdamW shrinks a weight beside the step, which is divided by the root of v, the mean square
+    of the weight's gradient: ridge / N then acts as the precision ridge sqrt(v), at most sqrt(2 / D) of the prior's,
+    and no one number is exact. Nor is ridge / N for other losses: for a mean squared error it is 2 ridge noise / N.
+
+    Parameters that need no gradient are in no group: freeze first.
+    """
+    heads = [module for module in model.modules() if isinstance(module, GaussianProcessHead)]
+    if not heads:
+        raise TypeError(f"parameter_groups expects a model that afield.sngp made, got {type(model).__name__}.")
+    for name, value in (("lr", lr), ("weight_decay", weight_decay), ("head_lr", head_lr)):
+        if value is not None and not 0 <= value < math.inf:
+            raise ValueError(f"{name} must be zero or more, and finite, got {value}.")
+    if num_examples is not None and not num_examples >= 1:
+        raise ValueError(f"num_examples must be the number of training examples, at least 1, got {num_examples}.")
+    head_lr = HEAD_RATE * lr if head_lr is None else head_lr
+    parts: list[tuple[Collection[nn.Parameter], float, float]] = []
+    for head in heads:
+        weights = [p for name, p in head.named_parameters() if not name.startswith("mean.") and name != "constant"]
+        parts.append((weights, head_lr, 0.0 if num_examples is None else float(head.ridge) / num_examples))
+        parts.append(([] if head.constant is None else [head.constant], head_lr, 0.0))  # it is outside the prior
+    taken = {id(p) for chosen, _, _ in parts for p in chosen}
+    rest = [p for p in model.parameters() if id(p) not in taken]
+    groups = [*decay_matrices(rest, lr, weight_decay), *(_group(*part) for part in parts)]
+    groups = [group for group in groups if group["params"]]
+    if not groups:
+        raise ValueError("parameter_groups found nothing to train: afield.attach freezes every parameter.")
+    return groups
+
+
+def decay_matrices(parameters: Collection[nn.Parameter], lr: float, weight_decay: float) -> list[dict[str, Any]]:
+    """Two groups for an optimizer: vectors, which have no decay, and matrices."""
+    return [
+        _group([p for p in parameters if p.dim() <= 1], lr, 0.0),
+        _group([p for p in parameters if p.dim() > 1], lr, weight_decay),
+    ]
+
+
+def _group(parameters: Collection[nn.Parameter], lr: float, weight_decay: float) -> dict[str, Any]:
+    return {"params": [p for p in parameters if p.requires_grad], "lr": lr, "weight_decay": weight_decay}
