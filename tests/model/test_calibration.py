@@ -442,7 +442,16 @@ def test_only_the_scalars_and_the_reference_change_and_modes_come_back():
     after = state(model)
     assert [m.training for m in model.modules()] == modes
     changed = {k.rpartition(".")[2] for k in after if before[k] != after[k]}
-    assert changed <= {"amplitude", "logit_scale", "reference", "reference_count", "score_name", "knots", "excess"}
+    assert changed <= {
+        "amplitude",
+        "logit_scale",
+        "reference",
+        "reference_count",
+        "score_name",
+        "knots",
+        "widths",
+        "slopes",
+    }
     assert {"amplitude", "logit_scale", "reference"} <= changed
 
 

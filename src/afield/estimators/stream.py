@@ -38,9 +38,9 @@ def learn(model: SNGP, rows: Rows, *, noise: float | None = None) -> None:
     if score is None:
         _regress(model, rows, 1.0, noise)
     else:
-        knots, excess = score.knots, score.excess
+        kept = score.state_dict()
         _classify(model, rows)
-        score.knots, score.excess = knots, excess  # any score will do that does not know its reference
+        score.load_state_dict(kept)  # any score will do that does not know its reference
     model.fingerprint = Fingerprint(model.net)  # the output weights are others, and the posterior is theirs
 
 

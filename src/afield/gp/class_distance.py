@@ -32,13 +32,14 @@ class ClassDistance(Accumulator):
     """The moments of the unit vectors of each class, and the distance r(h) (N,) that they make."""
 
     SUMS = ("data", "first")
-    FACTORS = ("root", "centers", "offsets")
+    FACTORS = ("root", "shift", "centers", "offsets")
     TOTALS = ("count",)
     data: Tensor  # (1, d, d) = sum u u^T, float64; (0, d, d) before the first update
     first: Tensor  # (1, K, d) = sum_k u, float64
     count: Tensor  # (K,) = n_k: the weight of its examples
-    root: Tensor  # (2, d, d) = A and B in the model's dtype, at least float32; (0, d, d) when out of date
-    centers: Tensor  # (K + 1, d): A m_k, and B m at the end
+    root: Tensor  # (2 d, d) = A over B in the model's dtype, at least float32; (0, d) when out of date
+    shift: Tensor  # (2 d,) = 0 and -B m
+    centers: Tensor  # (K, d) = -2 A m_k
     offsets: Tensor  # (K,) = |A m_k|^2, infinite where a class has no example
 
     def __init__(self, in_features: int, num_classes: int) -> None:
@@ -47,7 +48,8 @@ class ClassDistance(Accumulator):
         self.register_buffer("data", torch.zeros(0, in_features, in_features, dtype=torch.float64))
         self.register_buffer("first", torch.zeros(0, num_classes, in_features, dtype=torch.float64))
         self.register_buffer("count", torch.zeros(num_classes, dtype=torch.float64))
-        self.register_buffer("root", torch.zeros(0, in_features, in_features))
+        self.register_buffer("root", torch.zeros(0, in_features))
+        self.register_buffer("shift", torch.zeros(0))
         self.register_buffer("centers", torch.zeros(0, in_features))
         self.register_buffer("offsets", torch.zeros(0))
 
@@ -125,20 +127,20 @@ class ClassDistance(Accumulator):
         """Make means and roots of the moments, in float64, and keep them in the model's dtype."""
         there, means, within, mean, background = self._moments()
         jitter = _JITTER * within.diagonal().mean().clamp_min(1e-12)
-        roots = [_inverse_root(within, jitter), _inverse_root(background, jitter)]
-        centers = torch.cat([means @ roots[0].T, (roots[1] @ mean)[None]])
-        kind = self.root.dtype
-        self.root, self.centers = torch.stack(roots).to(kind), centers.to(kind)
-        self.offsets = torch.where(there, centers[:-1].square().sum(1), torch.inf).to(kind)
+        a, b, kind = _inverse_root(within, jitter), _inverse_root(background, jitter), self.root.dtype
+        centers, shift = means @ a.T, -b @ mean
+        self.root, self.centers = torch.cat([a, b]).to(kind), (-2 * centers).to(kind)
+        self.shift = torch.cat([torch.zeros_like(shift), shift]).to(kind)
+        self.offsets = torch.where(there, centers.square().sum(1), torch.inf).to(kind)
 
     def forward(self, h: Tensor) -> Tensor:
         """r (N,). Call `factor` first."""
         self.check_factored()
         with full_precision(h.device):
-            u = _unit(h.to(self.root.dtype))
-            a, b = F.linear(u, self.root[0]), F.linear(u, self.root[1]) - self.centers[-1]
-            nearest = (self.offsets - 2 * F.linear(a, self.centers[:-1])).amin(-1)
-            return a.square().sum(-1) + nearest - b.square().sum(-1)
+            both = F.linear(_unit(h.to(self.root.dtype)), self.root, self.shift)  # A u and B (u - m)
+            near = F.linear(both[:, : self.in_features], self.centers, self.offsets).amin(-1)
+            a, b = both.square().unflatten(-1, (2, self.in_features)).sum(-1).unbind(-1)
+            return a + near - b
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "ClassDistance":
         exact, kind = {name: getattr(self, name) for name in (*self.SUMS, *self.TOTALS)}, self.root.dtype

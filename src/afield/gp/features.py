@@ -198,12 +198,16 @@ class RandomFeatures(nn.Module):
             shift, gain, length_scale, radius = self._learned() if self.adapted else self._first_batch(h)
             z = self._coordinates(h, shift.to(wide), gain.to(wide))
             large = torch.finfo(dtype).max ** 0.75 if limited else math.inf
-            scaled = (z / length_scale).clamp(-large, large) + 0 * z  # what is infinite itself becomes NaN
+            scaled = z / length_scale
+            if not GEOMETRIES[self.geometry].bounded:
+                scaled = scaled.clamp(-large, large) + 0 * z  # what is infinite itself becomes NaN
             phase = F.linear(scaled, self.weight.to(wide), self.phase.to(wide))
             phi = KERNELS[self.kernel].activation(phase) * math.sqrt(2 / self.num_random_features)
             if self.grow:
                 phi = phi * (h / radius).square().sum(-1, keepdim=True).clamp(1.0, large)
-            return phi.clamp(-large, large).to(dtype)
+            return (phi.clamp(-large, large) if KERNELS[self.kernel].gaussian_bias else phi).to(
+                dtype
+            )  # a cosine is bounded
 
     def _learned(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         return self.shift, self.gain, self.length_scale, self.radius

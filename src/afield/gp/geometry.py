@@ -34,36 +34,41 @@ class Geometry:
     map: Callable[[Tensor], Tensor]
     extra: int = 0
     standardized: bool = False
+    bounded: bool = False  # whether the coordinates of finite vectors cannot overflow
 
 
 def _layer(h: Tensor) -> Tensor:
-    return F.layer_norm(_squarable(h), h.shape[-1:])
+    return F.layer_norm(_divided(h)[0], h.shape[-1:])
 
 
 def _unit(h: Tensor) -> Tensor:
-    return F.normalize(_squarable(h), dim=-1, eps=_SHORTEST)
+    return _polar(h)[0]
 
 
 def _direction_length(h: Tensor) -> Tensor:
-    largest = h.abs().amax(-1, keepdim=True).clamp_min(_SHORTEST)
-    # Taken apart, because squares of large or small numbers are none.
-    log_length = largest.log() + 0.5 * (h / largest).square().sum(-1, keepdim=True).clamp_min(1e-12).log()
-    return torch.cat([_unit(h), log_length], dim=-1)
+    direction, largest, length = _polar(h)
+    return torch.cat([direction, largest.log() + length.log()], dim=-1)
 
 
-def _squarable(h: Tensor) -> Tensor:
-    """h as it is, or divided by its largest entry where squares are no numbers: for maps that do not see the scale."""
-    largest = h.abs().amax(-1, keepdim=True)
-    odd = (largest > 1e15) | (largest < 1e-15)
-    return h / torch.where(odd, largest.clamp_min(_SHORTEST), 1.0)
+def _polar(h: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """h / |h|, and two factors of |h|; a vector of zeros has no direction and is short."""
+    divided, largest = _divided(h)
+    length = torch.linalg.vector_norm(divided, dim=-1, keepdim=True).clamp_min(0.5)  # 1 or more, but for zeros
+    return divided / length, largest, length
+
+
+def _divided(h: Tensor) -> tuple[Tensor, Tensor]:
+    """h divided by its largest entry, and that: squares of large or small numbers are none."""
+    largest = torch.linalg.vector_norm(h, ord=torch.inf, dim=-1, keepdim=True).clamp_min(_SHORTEST)
+    return h / largest, largest
 
 
 GEOMETRIES: Registry[Geometry] = Registry(
     "geometry",
     raw=Geometry(lambda h: h),
     standardized=Geometry(lambda h: h, standardized=True),
-    layer=Geometry(_layer),
-    unit=Geometry(_unit),
-    direction=Geometry(_unit, standardized=True),
-    direction_length=Geometry(_direction_length, extra=1, standardized=True),
+    layer=Geometry(_layer, bounded=True),
+    unit=Geometry(_unit, bounded=True),
+    direction=Geometry(_unit, standardized=True, bounded=True),
+    direction_length=Geometry(_direction_length, extra=1, standardized=True, bounded=True),
 )

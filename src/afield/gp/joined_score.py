@@ -27,19 +27,25 @@ WEIGHTS = (1.0, 0.5, 0.5)  # docs/defaults.md
 _STEPS = 16
 _TAIL = 0.1
 _STEP = -math.log(_TAIL) / _STEPS
+_BUFFERS = ("knots", "widths", "slopes")
+_STEEPEST = 1e-100
 _PRIOR_ROWS = 5.0  # worth of the tail that the body of the distribution foretells
 
 
 class JoinedScore(nn.Module):
-    """Values of the sources (N, 3) -> score (N,)."""
+    """Values of the sources (N, 3) -> score (N,).
 
-    knots: Tensor  # (3, 17) quantiles, float64; (0, 17) before `fit`
-    excess: Tensor  # (3,) mean excess over the last knot; (0,) before `fit`
+    t(x) = sum_j slope_j min(max(x - knot_j, 0), width_j): all terms have one sign, so that steep steps cost no digits.
+    """
+
+    knots: Tensor  # (3, 17) quantiles, float64; this and the next two are (0, 17) before `fit`
+    widths: Tensor  # (3, 17) to the next knot; the last ones are infinite
+    slopes: Tensor  # (3, 17), with the weight of the source in them
 
     def __init__(self) -> None:
         super().__init__()
-        self.register_buffer("knots", torch.zeros(0, _STEPS + 1, dtype=torch.float64))
-        self.register_buffer("excess", torch.zeros(0, dtype=torch.float64))
+        for name in _BUFFERS:
+            self.register_buffer(name, torch.zeros(0, _STEPS + 1, dtype=torch.float64))
 
     @torch.no_grad()
     def fit(self, values: Tensor) -> None:
@@ -50,14 +56,18 @@ class JoinedScore(nn.Module):
         last = knots[:, -1]
         above = (values - last).clamp_min(0)
         foretold = (last - values.median(0).values) / math.log(0.5 / _TAIL)
-        count = (above > 0).sum(0)
-        excess = (above.sum(0) + _PRIOR_ROWS * foretold) / (count + _PRIOR_ROWS)
-        # Replaced, not written into: predictions may read them.
-        self.knots, self.excess = knots.to(self.knots.device), _positive(excess).to(self.excess.device)
+        excess = (above.sum(0) + _PRIOR_ROWS * foretold) / ((above > 0).sum(0) + _PRIOR_ROWS)
+        widths = torch.cat([knots.diff(dim=-1), torch.full_like(knots[:, :1], math.inf)], dim=-1)
+        widths = widths.clamp_min(_STEEPEST)  # values may be equal: a step as steep as numbers allow
+        rise = torch.cat([_STEP / widths[:, :-1], 1 / excess[:, None].clamp_min(_STEEPEST)], dim=-1)
+        slopes = rise * torch.tensor(WEIGHTS, dtype=rise.dtype, device=rise.device)[:, None]
+        for name, value in zip(_BUFFERS, (knots, widths, slopes), strict=True):
+            setattr(self, name, value.to(self.knots.device))  # not written into: predictions may read them
 
     def forget(self) -> None:
         """Until `fit` is called again there is no score."""
-        self.knots, self.excess = self.knots[:0].clone(), self.excess[:0].clone()
+        for name in _BUFFERS:
+            setattr(self, name, getattr(self, name)[:0].clone())
 
     @property
     def fitted(self) -> bool:
@@ -65,28 +75,19 @@ class JoinedScore(nn.Module):
 
     def forward(self, values: Tensor) -> Tensor:
         """Sources (N, 3) -> score (N,)."""
-        x = values.double()[..., None]
-        start, width = self.knots[:, :-1], _positive(self.knots.diff(dim=-1))
-        # All terms have one sign, so that steep steps cost no digits.
-        body = _STEP * ((x - start) / width).clamp(0, 1).sum(-1)
-        tail = (x[..., 0] - self.knots[:, -1]).clamp_min(0) / self.excess
-        weights = torch.tensor(WEIGHTS, dtype=x.dtype, device=x.device)
-        return ((body + tail) * weights).sum(-1).to(values.dtype)
+        above = (values.double()[..., None] - self.knots).clamp_min(0)
+        return (torch.minimum(above, self.widths) * self.slopes).sum((-1, -2)).to(values.dtype)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "JoinedScore":
-        knots, excess = self.knots, self.excess
+        exact = {name: getattr(self, name) for name in _BUFFERS}
         super()._apply(fn, recurse)
-        self.knots, self.excess = knots.to(self.knots.device), excess.to(self.excess.device)
+        for name, value in exact.items():
+            setattr(self, name, value.to(getattr(self, name).device))
         return self
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        for name in ("knots", "excess"):  # their first dimension tells whether they are there
+        for name in _BUFFERS:  # their first dimension tells whether they are there
             saved, own = state_dict.get(prefix + name), getattr(self, name)
             if saved is not None and saved.shape[1:] == own.shape[1:] and saved.shape[0] in (0, len(SOURCES)):
                 setattr(self, name, own.new_zeros(saved.shape))
         super()._load_from_state_dict(state_dict, prefix, *args)
-
-
-def _positive(width: Tensor) -> Tensor:
-    """Held-out values may be equal: a step as steep as numbers allow."""
-    return width.clamp_min(1e-300)
