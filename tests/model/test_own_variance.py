@@ -157,3 +157,11 @@ def test_a_new_class_has_its_own_place_among_the_classes():
     shrunk = afield.class_changes.drop_class(grown, 3, [(new, torch.full((40,), 3))])
     torch.testing.assert_close(shrunk.head.class_distance.count, model.head.class_distance.count)
     torch.testing.assert_close(shrunk.head.class_distance.first, model.head.class_distance.first)
+
+
+def test_a_kept_mean_of_numbers_has_the_standardised_vector():
+    net = nn.Sequential(nn.Linear(4, 12), nn.ReLU(), nn.Linear(12, 1)).double()
+    for options, expected in (({"likelihood": "gaussian"}, "standardized"), ({}, "standardized")):
+        assert afield.attach(net, **options).head.random_features.geometry == expected
+    assert afield.attach(net, likelihood="bernoulli").head.random_features.geometry == "direction_length"
+    assert afield.attach(plain()).head.random_features.geometry == "direction_length"

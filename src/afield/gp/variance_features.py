@@ -15,6 +15,8 @@ from afield.gp.likelihoods import LIKELIHOODS
 CHOICES = ("auto", "own", "same")
 FOR_VARIANCE: dict[str, Any] = {"geometry": "direction_length", "fraction": 0.5, "grow": True}  # docs/defaults.md
 
+FOR_NUMBERS: dict[str, Any] = {"geometry": "standardized", "fraction": 0.35}  # where a kept mean is not of classes
+
 
 def has_own_features(choice: str | Mapping[str, Any], likelihood: str) -> bool:
     """Resolve "auto": own for classification. Regression has the variance of the process that is its mean."""

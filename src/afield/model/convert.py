@@ -14,8 +14,8 @@ from torch import nn
 
 from afield.bounds.spectral import BOUNDABLE, bound, boundable
 from afield.gp.head import GaussianProcessHead
-from afield.gp.likelihoods import UNDECIDED
-from afield.gp.variance_features import FOR_VARIANCE
+from afield.gp.likelihoods import LIKELIHOODS, UNDECIDED
+from afield.gp.variance_features import FOR_NUMBERS, FOR_VARIANCE
 from afield.model.layers import layers_of, replace_layer, type_name
 from afield.model.output_check import check_example
 from afield.model.sngp_model import SNGP
@@ -71,8 +71,8 @@ def attach(net: nn.Module, *, output: str | None = None, example: Any = None, **
     """A copy of a trained `net` that keeps its predictions and gains a variance over its last hidden layer.
 
     The dense output layer stays the posterior mean, so the most probable class never changes. The variance is over the
-    direction and the length of the hidden vector; its moments and length scale are taken from the training data by
-    `afield.fit_posterior`. Nothing trains: every parameter is frozen.
+    direction and the length of the hidden vector, for numbers over the standardised vector; its moments and length
+    scale are taken from the training data by `afield.fit_posterior`. Nothing trains: every parameter is frozen.
 
     Options are those of `sngp`. One output may be a logit or a number: unless `likelihood` tells, the targets that
     `afield.fit_posterior` sees do.
@@ -83,8 +83,9 @@ def attach(net: nn.Module, *, output: str | None = None, example: Any = None, **
     if head.get("covariance", "shared") != "shared":
         raise ValueError('attach keeps the most probable class, which needs covariance="shared".')
     net, output, old = _copied(net, output)
-    options = {**FOR_VARIANCE, **head}
-    undecided = "likelihood" not in options and old.out_features == 1
+    undecided = "likelihood" not in head and old.out_features == 1
+    of_classes = not undecided and LIKELIHOODS[head.get("likelihood", "categorical")].of_classes
+    options = {**(FOR_VARIANCE if of_classes else FOR_NUMBERS), **head}
     if undecided:
         options["likelihood"] = "bernoulli"  # for now
     new = GaussianProcessHead(old.in_features, old.out_features, mean=old, **options)

@@ -12,6 +12,7 @@ from afield.errors import OtherTargets
 from afield.gp.head import GaussianProcessHead
 from afield.gp.likelihoods import LIKELIHOODS, UNDECIDED, shown_by
 from afield.gp.precision import choose_curvature
+from afield.gp.variance_features import FOR_NUMBERS
 from afield.model.batches import Field, Inputs, split_batch
 from afield.model.ranks import several_ranks
 from afield.model.sngp_model import SNGP
@@ -56,7 +57,7 @@ def likelihood_from_targets(
     except BaseException:
         head.likelihood, (head.class_distance, head.joined_score) = UNDECIDED, of_classes
         raise
-    model.settings = model.settings | {"head": options | {"likelihood": head.likelihood}}
+    model.settings = model.settings | {"head": {**FOR_NUMBERS, **options, "likelihood": head.likelihood}}
 
 
 def is_inferred(model: SNGP) -> bool:
