@@ -4,10 +4,10 @@
 
 Two public CIFAR-10 ResNet-56 that nobody touches. Fitted scores see 20,000 training images; every other test image is
 in-domain data, and the rest is held out for `afield.calibrate`. CIFAR-100 is near; SVHN, MNIST and Gaussian noise are
-far. `variance` and `joined` are those of `afield.attach`, and `dempster_shafer` reads its variance; the other scores see
-the network's own logits. Every score has its published or default options: none was chosen on OOD data here, but the
-two networks are those on which the defaults of afield were chosen (docs/defaults.md). Hidden vectors are kept in the
-temporary folder, so a second call takes seconds.
+far. `variance` and `joined` are those of `afield.attach`, and `dempster_shafer` reads its variance; the other scores
+see the network's own logits. Every score has its published or default options: none was chosen on OOD data here, but
+the two networks are those on which the defaults of afield were chosen (docs/defaults.md). Hidden vectors are kept in
+the temporary folder, so a second call takes seconds.
 
 A new task is one line in `SOURCES`: a function that returns a `Source`.
 """
