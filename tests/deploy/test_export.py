@@ -29,6 +29,7 @@ from afield.errors import NotFitted
 from afield.experiment import one_run
 from afield.experiment.config import Config
 from afield.experiment.model_folder import make_network, open_model
+from afield.gp.joined_score import JoinedScore
 from afield.model.batches import split_batch
 from afield.model.class_changes import add_class, drop_class
 from afield.model.sngp_model import SNGP
@@ -533,6 +534,22 @@ def test_wrong_p_values_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     with pytest.raises(ExportError, match="not those of its own scores"):
         export(model, tmp_path / "model.pt2", x, format="torch-export")
     assert not list(tmp_path.iterdir())
+
+
+def test_wrong_scores_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where probabilities are right, and p-values are those of the wrong scores."""
+    model, (x, _) = case("head alone")
+    monkeypatch.setattr(JoinedScore, "forward", _shifted_in_graphs)
+    with pytest.raises(ExportError, match=r"scores of the export differ from the model's by .* nothing was written"):
+        export(model, tmp_path / "model.pt2", x, format="torch-export")
+    assert not list(tmp_path.iterdir())
+
+
+_RIGHT = JoinedScore.forward
+
+
+def _shifted_in_graphs(self: JoinedScore, values: torch.Tensor) -> torch.Tensor:
+    return _RIGHT(self, values) + (1.0 if torch.compiler.is_compiling() else 0.0)
 
 
 def test_inputs_of_the_comparison_are_usual_and_extreme() -> None:

@@ -193,3 +193,16 @@ def test_false_alarms_of_the_joined_score_are_what_was_promised():
     mean, error = np.mean(rates, 0), np.std(rates, 0) / math.sqrt(len(rates))
     exact = np.array([math.floor(a * (n + 1)) / (n + 1) for a in levels])
     assert np.all(np.abs(mean - exact) <= 4 * error)
+
+
+def test_float32_has_the_digits_of_float64_where_nothing_varies_within_the_classes():
+    """Two curves in sixteen dimensions, far from the origin: distances from the origin would cancel."""
+    t = torch.rand(400, 1, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    y = torch.arange(400) % 2
+    h = 50 + torch.cat([t, t.square(), t.sin()], 1) @ normal(3, 16) + y[:, None] * normal(1, 16, number=3)
+    exact, single = ClassDistance(16, 2).double(), ClassDistance(16, 2)
+    for found, x in ((exact, h), (single, h.float())):
+        found.update(x.double(), y)
+        found.factor()
+    right = exact(h)
+    torch.testing.assert_close(single(h.float()).double(), right, rtol=0.01, atol=0.02 * float(right.std()))

@@ -41,6 +41,7 @@ from afield.version import __version__
 FORMATS = ("onnx", "torch-export")
 PRECISIONS = ("fp16", "int8")
 TOLERANCE = 1e-4
+SCORE_TOLERANCE = 0.05  # relative to 1 + |score|: a -log p magnifies last digits where held-out inputs are crowded
 _EXTRA = f"{METADATA}.json"
 
 
@@ -115,6 +116,11 @@ def export(
         raise ExportError(
             f"The export differs from the model by {agreement.difference:.2g} (probe: {agreement.worst}), more than "
             f"{limit:g}; nothing was written. Differences by output: {_format_differences(agreement.everywhere)}."
+        )
+    if precision is None and agreement.example["score"] > SCORE_TOLERANCE:
+        raise ExportError(
+            f"The scores of the export differ from the model's by {agreement.example['score']:.2g} on the example, "
+            f"more than {SCORE_TOLERANCE:g}, and p-values with them; nothing was written."
         )
     Path(file).parent.mkdir(parents=True, exist_ok=True)
     write_file(Path(file), content)

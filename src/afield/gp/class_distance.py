@@ -38,9 +38,9 @@ class ClassDistance(Accumulator):
     first: Tensor  # (1, K, d) = sum_k u, float64
     count: Tensor  # (K,) = n_k: the weight of its examples
     root: Tensor  # (2 d, d) = A over B in the model's dtype, at least float32; (0, d) when out of date
-    shift: Tensor  # (2 d,) = 0 and -B m
-    centers: Tensor  # (K, d) = -2 A m_k
-    offsets: Tensor  # (K,) = |A m_k|^2, infinite where a class has no example
+    shift: Tensor  # (d,) = m: distances are taken from there, because those from the origin would cancel in float32
+    centers: Tensor  # (K, d) = -2 A (m_k - m)
+    offsets: Tensor  # (K,) = |A (m_k - m)|^2, infinite where a class has no example
 
     def __init__(self, in_features: int, num_classes: int) -> None:
         super().__init__()
@@ -128,16 +128,15 @@ class ClassDistance(Accumulator):
         there, means, within, mean, background = self._moments()
         jitter = _JITTER * within.diagonal().mean().clamp_min(1e-12)
         a, b, kind = _inverse_root(within, jitter), _inverse_root(background, jitter), self.root.dtype
-        centers, shift = means @ a.T, -b @ mean
-        self.root, self.centers = torch.cat([a, b]).to(kind), (-2 * centers).to(kind)
-        self.shift = torch.cat([torch.zeros_like(shift), shift]).to(kind)
+        centers = (means - mean) @ a.T
+        self.root, self.centers, self.shift = torch.cat([a, b]).to(kind), (-2 * centers).to(kind), mean.to(kind)
         self.offsets = torch.where(there, centers.square().sum(1), torch.inf).to(kind)
 
     def forward(self, h: Tensor) -> Tensor:
         """r (N,). Call `factor` first."""
         self.check_factored()
         with full_precision(h.device):
-            both = F.linear(_unit(h.to(self.root.dtype)), self.root, self.shift)  # A u and B (u - m)
+            both = F.linear(_unit(h.to(self.root.dtype)) - self.shift, self.root)  # A (u - m) and B (u - m)
             near = F.linear(both[:, : self.in_features], self.centers, self.offsets).amin(-1)
             a, b = both.square().unflatten(-1, (2, self.in_features)).sum(-1).unbind(-1)
             return a + near - b
