@@ -12,7 +12,7 @@ import torch
 from afield.estimators.network import predict
 from afield.estimators.rows import Rows
 from afield.gp.likelihoods import LIKELIHOODS
-from afield.model.calibration import calibrate
+from afield.model.calibration import calibrate, sources_of
 from afield.model.evaluating import evaluating
 from afield.model.output_weights import fit_head
 from afield.model.posterior import fit_posterior
@@ -40,10 +40,8 @@ def _fit_score(model: SNGP, rows: Rows) -> None:
     """
     head = model.head
     with evaluating(model):
-        parts = [(model.hidden(part.x), part.weight) for part in rows.parts()]
-        sources = torch.cat([head.sources(*head.posterior(h), h) for h, _ in parts])
-        weight = torch.cat([weight for _, weight in parts]).to(sources)
-        sources[:, 0] /= (1 - weight * sources[:, 0]).clamp_min(1e-6)
+        sources = sources_of(head, torch.cat([model.hidden(part.x) for part in rows.parts()]))
+        sources[:, 0] /= (1 - rows.weight.to(sources) * sources[:, 0]).clamp_min(1e-6)
         assert head.joined_score is not None
         head.joined_score.fit(sources)
         head.set_score("joined")

@@ -87,18 +87,14 @@ class GaussianProcessHead(HeadState):
             features = {"grow": True, **features}
         self.random_features = RandomFeatures(in_features, **features)
         own = mean is None and has_own_features(variance_features, likelihood)
-        self.variance_features: RandomFeatures | None
         self.register_module(
             "variance_features", own_features(self.random_features, variance_features, features) if own else None
         )
         num_random_features = self.features_of_variance.num_random_features
         num_matrices = out_features if covariance == "per_class" else 1
         num_classes = LIKELIHOODS[likelihood].num_classes(out_features)
-        self.class_distance: ClassDistance | None
-        self.joined_score: JoinedScore | None
         self.register_module("class_distance", ClassDistance(in_features, num_classes) if num_classes else None)
         self.register_module("joined_score", JoinedScore() if num_classes else None)
-        self.precision: Precision | LowRank
         if rank is None:
             self.precision = Precision(num_random_features, num_matrices, momentum=momentum)
         else:

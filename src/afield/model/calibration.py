@@ -167,7 +167,9 @@ def calibrate(
         head.set_score(score or (JOINED if head.joined_score is not None else likelihood.score))
         fraction = fit_fraction or (JOINED_FRACTION if head.score == JOINED else FIT_FRACTION)
         first, rest = (part.to(hidden.device) for part in cut_in_two(hidden.shape[0], fraction, seed))
-        fit = cut_in_two(hidden.shape[0], fit_fraction or FIT_FRACTION, seed)[0].to(hidden.device)
+        # Parameters may decide the predicted class, by which the reference is then cut.
+        of_parameters = fit_fraction or (fraction if per_class else FIT_FRACTION)
+        fit = cut_in_two(hidden.shape[0], of_parameters, seed)[0].to(hidden.device)
         objective = _objective(head, hidden[fit], y[fit], None if weight is None else weight[fit])
         if amplitude is not None:
             objective = dataclasses.replace(objective, grid=np.array([amplitude**2]))
@@ -179,7 +181,7 @@ def calibrate(
         if likelihood.noisy and _raise_noise(head, hidden[fit]):
             after = float(objective.mean(objective.loss(float(head.noise), amplitude**2)))
         if head.joined_score is not None:
-            head.joined_score.fit(_sources(head, hidden[first]))
+            head.joined_score.fit(sources_of(head, hidden[first]))
         reference = Prediction.cat([head.predict(h) for h in hidden[rest].split(4096)])
         head.set_reference(reference.score(head.score), predicted_class(reference) if per_class else None)
         nuisance = float(head.noise if likelihood.noisy else head.logit_scale)
@@ -189,7 +191,7 @@ def calibrate(
     return Calibration(float(head.logit_scale), amplitude, float(head.noise), before, after, *counts)
 
 
-def _sources(head: GaussianProcessHead, hidden: Tensor) -> Tensor:
+def sources_of(head: GaussianProcessHead, hidden: Tensor) -> Tensor:
     """What the joined score is made of (N, 3)."""
     return torch.cat([head.sources(*head.posterior(h), h) for h in hidden.split(4096)])
 
