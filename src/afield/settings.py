@@ -21,7 +21,7 @@ class Settings:
     weight_decay: float = 0.0
     """L2 penalty; decoupled for adamw. Random features and biases have none."""
     head_weight_decay: float | None = None
-    """Of the output layer alone; None: as the rest. What the prior asks for is ridge / number of examples."""
+    """Of the output layer alone; None: as the rest; for a Gaussian process of classes its prior's, ridge / examples."""
     schedule: Literal["cosine", "linear", "steps", "constant"] = "cosine"
     """How the learning rate falls; steps: times 0.2 at 30%, 60% and 80%."""
     warmup: float = 0.0

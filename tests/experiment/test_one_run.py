@@ -538,6 +538,17 @@ def test_shifted_sets_of_one_name_are_averaged(generator: torch.Generator):
     assert metrics["nll/new"] == pytest.approx(each[2])
 
 
+def test_a_task_with_an_output_for_ood_examples_counts_them_in_the_combined_nll(generator: torch.Generator):
+    task = TASKS["two-moons"](0)
+    task = dataclasses.replace(task, num_outputs=3, ood_label=2, grid=None)
+    sizes = {"val": len(task.val), "test": len(task.test), "ood/far": len(task.ood["far"])}
+    logits = {part: torch.randn(size, 3, generator=generator) for part, size in sizes.items()}
+    metrics = evaluate(task, {part: Prediction(z, probs=z.softmax(1)) for part, z in logits.items()})
+    loss_of_ood = -logits["ood/far"].log_softmax(1)[:, 2].mean()
+    share = sizes["test"] / (sizes["test"] + sizes["ood/far"])
+    assert metrics["nll/combined"] == pytest.approx(share * metrics["nll/clean"] + (1 - share) * float(loss_of_ood))
+
+
 def test_scores_that_lack_their_fields_are_left_out(generator: torch.Generator):
     logits = torch.randn(20, 3, generator=generator)
     found = score_both(Prediction(logits, probs=logits.softmax(1)), Prediction(logits, probs=logits.softmax(1)), {})

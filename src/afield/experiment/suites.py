@@ -10,14 +10,16 @@ from afield.methods import METHODS
 from afield.registry import Registry
 from afield.tasks import uci
 
-SINGLE = ("dnn", "dnn-sn", "dnn-gp", "sngp", "dnn-temperature")  # the last has the weights of the first
+FOUR = ("dnn", "dnn-sn", "dnn-gp", "sngp")
+TEMPERATURE = ("dnn-temperature", "dnn-sn-temperature")  # with the weights of dnn and dnn-sn
+SINGLE = (*FOUR, *TEMPERATURE)
 FIGURE_1D = ("gp-exact", "gp-random-features", "gp-variational")
 FIGURE_2D = ("gp-hmc", "deep-ensemble", "mc-dropout", "dnn-gp", "sngp")
 LANDSCAPE = ("dnn-gp-dropout", "sngp-dropout", "dnn-gp-ensemble", "sngp-ensemble")
 
 ROWS = (*SINGLE, "mc-dropout", "deep-ensemble", "sngp-ensemble")
-CIFAR_ROWS = ("isomax-plus", "duq-gp", *ROWS)
-FROZEN = ("frozen-dnn", "frozen-attach", "frozen-gp")
+CIFAR_ROWS = ("isomax-plus", "isomax-plus-temperature", "duq-gp", *ROWS)
+FROZEN = ("frozen-dnn", "frozen-dnn-temperature", "frozen-attach", "frozen-gp")
 CROSSES = tuple(
     METHOD_OF[f"{base} + {what}"]
     for what in ("Dropout", "Ensemble", "AugMix")
@@ -80,9 +82,9 @@ SUITES["toy"] = Suite(
     {
         "toy-regression": FIGURE_1D,
         "two-moons": tuple(
-            dict.fromkeys((*FIGURE_2D, *SINGLE, "gp-random-features", "duq-gp", "isomax-plus", *LANDSCAPE))
+            dict.fromkeys((*FIGURE_2D, *SINGLE, "gp-random-features", "duq-gp", "isomax-plus", "isomax-plus-temperature", *LANDSCAPE))
         ),
-        "two-ovals": tuple(dict.fromkeys((*FIGURE_2D, "dnn", "dnn-temperature"))),
+        "two-ovals": tuple(dict.fromkeys((*FIGURE_2D, *SINGLE))),
     },
     {"smoke": 1, "small": 3, "paper": 10},
 )

@@ -22,6 +22,7 @@ class Task:
     augment  (batch, settings) -> the training batch (x, y) as the method's own transform gets it
     order    (batch size, generator) -> the batches of an epoch as index tensors; None: shuffled
     scale    what real targets were divided by: metrics are reported in the targets' own units
+    ood_label  the number of an output that no example is trained on: OOD examples count under it in nll/combined
     """
 
     name: str
@@ -36,6 +37,7 @@ class Task:
     augment: Callable[[Any, Settings], Any] = lambda batch, settings: batch
     order: Callable[[int, torch.Generator], Sequence[Tensor]] | None = None
     scale: float = 1.0
+    ood_label: int | None = None
     settings: Settings = Settings()
 
 
