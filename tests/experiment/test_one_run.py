@@ -300,8 +300,8 @@ def test_unknown_names_are_answered_with_help():
         Config.of("two-moons", "sgnp")
     with pytest.raises(ValueError, match="Unknown task"):
         Config.of("three-moons")
-    with pytest.raises(ValueError, match="Unknown settings: momentum"):
-        Config.of("two-moons", momentum=3)
+    with pytest.raises(ValueError, match="Unknown settings: nesterov"):
+        Config.of("two-moons", nesterov=3)
 
 
 def test_log_cut_short_by_a_kill_is_read(tmp_path: Path):

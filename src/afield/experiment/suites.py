@@ -12,7 +12,8 @@ from afield.tasks import uci
 
 FOUR = ("dnn", "dnn-sn", "dnn-gp", "sngp")
 TEMPERATURE = ("dnn-temperature", "dnn-sn-temperature")  # with the weights of dnn and dnn-sn
-SINGLE = (*FOUR, *TEMPERATURE)
+PAPER_FORM = ("dnn-gp-paper", "sngp-paper")
+SINGLE = (*FOUR, *TEMPERATURE, *PAPER_FORM)
 FIGURE_1D = ("gp-exact", "gp-random-features", "gp-variational")
 FIGURE_2D = ("gp-hmc", "deep-ensemble", "mc-dropout", "dnn-gp", "sngp")
 LANDSCAPE = ("dnn-gp-dropout", "sngp-dropout", "dnn-gp-ensemble", "sngp-ensemble")
@@ -82,7 +83,17 @@ SUITES["toy"] = Suite(
     {
         "toy-regression": FIGURE_1D,
         "two-moons": tuple(
-            dict.fromkeys((*FIGURE_2D, *SINGLE, "gp-random-features", "duq-gp", "isomax-plus", "isomax-plus-temperature", *LANDSCAPE))
+            dict.fromkeys(
+                (
+                    *FIGURE_2D,
+                    *SINGLE,
+                    "gp-random-features",
+                    "duq-gp",
+                    "isomax-plus",
+                    "isomax-plus-temperature",
+                    *LANDSCAPE,
+                )
+            )
         ),
         "two-ovals": tuple(dict.fromkeys((*FIGURE_2D, *SINGLE))),
     },

@@ -67,7 +67,7 @@ def fit(
     fabric      a launched Fabric, on each of its processes; None: this process alone, on the CPU
     changes     to the task's `Settings`, such as epochs=10
     """
-    settings = replace(task.settings, **changes)
+    settings = replace(task.settings, **{**method.settings, **changes})
     rank, world = distributed.rank_and_world(fabric)
     if world > 1 and method.loss is None:
         raise ValueError(
@@ -125,8 +125,8 @@ def train(
     backward: Any = Tensor.backward
     if fabric is not None:
         loss_of, backward = fabric.setup_module(loss_of), fabric.backward
-    count, fused = len(loader.dataset), not distributed.is_sharded(fabric)  # type: ignore[arg-type]
-    optimizer = make_optimizer(model, settings, num_examples=count, fused=fused)
+    num_examples, fused = len(loader.dataset), not distributed.is_sharded(fabric)  # type: ignore[arg-type]
+    optimizer = make_optimizer(model, settings, num_examples=num_examples, fused=fused)
     decay = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule(settings, settings.epochs * len(loader)))
     stepper: Any = optimizer if fabric is None else fabric.setup_optimizers(optimizer)
     parts = {"model": model, "optimizer": optimizer, "decay": decay}

@@ -7,7 +7,7 @@ from afield.methods.dense import dense
 from afield.methods.dropout import mc_dropout
 from afield.methods.ensemble import ensemble
 from afield.methods.frozen import frozen_attach, frozen_dense, frozen_gp
-from afield.methods.gp import gaussian_process
+from afield.methods.gp import PAPER_FORM, gaussian_process
 from afield.methods.gp_exact import gp_exact
 from afield.methods.gp_hmc import gp_hmc
 from afield.methods.gp_random_features import gp_random_features
@@ -25,6 +25,8 @@ METHODS["dnn-sn"] = dense(bounded=True)
 METHODS["dnn-sn-temperature"] = with_temperature(METHODS["dnn-sn"])
 METHODS["dnn-gp"] = gaussian_process()
 METHODS["sngp"] = gaussian_process(bounded=True)
+METHODS["dnn-gp-paper"] = gaussian_process(settings=PAPER_FORM)
+METHODS["sngp-paper"] = gaussian_process(bounded=True, settings=PAPER_FORM)
 METHODS["duq-gp"] = gradient_penalty(METHODS["dnn-gp"])
 METHODS["isomax-plus"] = isomax_plus()
 METHODS["isomax-plus-temperature"] = with_temperature(METHODS["isomax-plus"])

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -58,11 +59,11 @@ class Recipe:
         settings = self.settings_for(preset)  # before the data: an unknown preset should not wait for it
         return replace(self.load(seed, preset), settings=settings)
 
-    def settings_for(self, preset: str, method: str = "") -> Settings:
-        """The settings of a preset, adapted to a method."""
+    def settings_for(self, preset: str, method: str = "", own: Mapping[str, Any] = MappingProxyType({})) -> Settings:
+        """The settings of a preset, adapted to a method, which may have settings of its own."""
         if preset not in self.settings:
             raise ValueError(f"Unknown preset {preset!r}: expected one of {', '.join(self.settings)}.")
-        settings = self.settings[preset]
+        settings = replace(self.settings[preset], **own)
         for pattern, changes in self.adapted.items():
             if fnmatchcase(method, pattern):
                 settings = replace(settings, **changes)
