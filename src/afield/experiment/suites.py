@@ -104,8 +104,10 @@ SUITES["cifar10"] = _table(
     "cifar10", "CIFAR-10 (paper: tables cifar10, cifar10-abl and cifar-ood)", (*CIFAR_ROWS, *CROSSES)
 )
 SUITES["cifar100"] = _table("cifar100", "CIFAR-100 (paper: tables cifar100 and cifar100-abl)", (*CIFAR_ROWS, *CROSSES))
+SUITES["cifar100-3k"] = _table("cifar100-3k", "CIFAR-100 on the 3,000 images at hand", (*CIFAR_ROWS, *CROSSES))
 SUITES["imagenet"] = _table("imagenet", "ImageNet (paper: table imagenet)", ROWS)
 SUITES["genomics"] = _table("genomics", "Bacteria (paper: table genomics)", ROWS)
+SUITES["genomics-ren2019"] = _table("genomics-ren2019", "Bacteria, the published example of 1,001 reads", ROWS)
 SUITES["fashion"] = _table("fashion", "Fashion-MNIST, all crosses", (*SINGLE, *CROSSES))
 SUITES["uci"] = Suite(
     "Regression on UCI sets, a split for every seed",
