@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from afield.prediction.fitted_score import Distance, FittedScore
+from afield.prediction.fitted_score import Distance, FittedScore, Problem
 from afield.prediction.neighbors import RESERVOIR, Sample
 from afield.prediction.prediction import Prediction
 
@@ -70,13 +70,15 @@ class ActivationShaping(FittedScore):
         self.lowest = min(self.lowest, other.lowest)
         self.sample.join(other.sample)
 
-    def _check(self, prediction: Prediction) -> tuple[Tensor, Tensor, Distance]:
-        found = super()._check(prediction)
-        _check_sign(float(found[0].amin()) if len(found[0]) else 0.0)
+    def _problem(self, prediction: Prediction) -> Problem | None:
+        found, h = super()._problem(prediction), prediction.features
+        if found is None and h is not None and len(h):
+            found = _negative(float(h.amin()))
         return found
 
-    def _fit(self) -> Distance:
-        _check_sign(self.lowest)
+    def _fit(self) -> Distance | Problem:
+        if (problem := _negative(self.lowest)) is not None:
+            return problem
         shape = self._shape()
         return lambda h, z: -self.output(shape(h.double())).logsumexp(-1)
 
@@ -92,11 +94,12 @@ class ActivationShaping(FittedScore):
 _PERCENTILES = {"react": 90.0, "ash": 90.0, "scale": 85.0}
 
 
-def _check_sign(lowest: float) -> None:
-    if lowest < 0:
-        raise ValueError(
-            f"This score needs activations that are not negative, as after a ReLU, got {lowest:g}. Use another score."
-        )
+def _negative(lowest: float) -> ValueError | None:
+    if lowest >= 0:
+        return None
+    return ValueError(
+        f"This score needs activations that are not negative, as after a ReLU, got {lowest:g}. Use another score."
+    )
 
 
 def _stretch(h: Tensor, largest: int, *, prune: bool) -> Tensor:

@@ -13,18 +13,23 @@ Order, batches and processes do not matter: merged parts are the whole. Memory d
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, cast
 
 import torch
 from torch import Tensor, nn
 
 from afield.errors import NotFitted
-from afield.prediction.checks import check_features, check_labels
+from afield.prediction.checks import check_features, check_labels, features_problem
 from afield.prediction.prediction import Prediction
 from afield.prediction.scores import symmetric
 
 _CHUNK = 1024  # examples scored at a time: (1024, K) and (1024, reservoir) distances are all there ever is
 Distance = Callable[[Tensor, Tensor], Tensor]  # features (N, d), logits (N, K) -> scores (N,)
+Problem = ValueError | NotFitted
+_NO_LAYER = (
+    "This score needs the dense layer over the features, got none. Make it with output=, an nn.Linear; a network "
+    "without such a layer needs another score."
+)
 
 
 @dataclass(frozen=True)
@@ -80,7 +85,7 @@ class FittedScore(ABC):
     def reset(self) -> None:
         """Forget all examples."""
         self.num_seen = 0
-        self._distance: Distance | None = None
+        self._distance: Distance | Problem | None = None
         self._clear()
 
     @torch.no_grad()
@@ -91,7 +96,7 @@ class FittedScore(ABC):
         if "target" in self.needs:
             y = check_labels(self._given(target, "target"), len(h), self.num_classes)
         if "logits" in self.needs:
-            z = self._checked(self._given(logits, "logits"), len(h))
+            z = self._check_logits(self._given(logits, "logits"), len(h))
         if "output" in self.needs:
             _ = self.output
         self._add(h.to(self.device), y.to(self.device), z.to(self.device))
@@ -114,16 +119,15 @@ class FittedScore(ABC):
 
     def applies(self, prediction: Prediction) -> bool:
         """Whether `score` has all that it needs. Calling it is an error where it has not."""
-        try:
-            self._check(prediction)
-        except (ValueError, NotFitted):
-            return False
-        return True
+        return self._problem(prediction) is None
 
     @torch.no_grad()
     def score(self, prediction: Prediction) -> Tensor:
         """How far (N,) each example lies from the training data; higher is further."""
-        features, logits, distance = self._check(prediction)
+        if (problem := self._problem(prediction)) is not None:
+            raise problem
+        features, distance = cast(Tensor, prediction.features).detach(), cast(Distance, self._distance)
+        logits = symmetric(prediction.logits.detach()) if "logits" in self.needs else features[:, :0]
         parts = zip(features.split(_CHUNK), logits.split(_CHUNK), strict=True)
         scores = torch.cat([distance(h.to(self.device), z.to(self.device)) for h, z in parts])
         return scores.to(features.device, torch.promote_types(features.dtype, torch.float32))
@@ -131,36 +135,43 @@ class FittedScore(ABC):
     @property
     def output(self) -> OutputLayer:
         if self.layer is None:
-            raise ValueError(
-                "This score needs the dense layer over the features, got none. Make it with output=, an nn.Linear; a "
-                "network without such a layer needs another score."
-            )
+            raise ValueError(_NO_LAYER)
         return self.layer
 
     @torch.no_grad()
-    def _check(self, prediction: Prediction) -> tuple[Tensor, Tensor, Distance]:
-        """Features, logits if they are needed, and the function that scores them."""
-        if prediction.features is None:
-            raise ValueError("This score needs features, which the prediction lacks. Use another score or method.")
-        h = check_features(prediction.features, self.num_features)
-        z = self._checked(prediction.logits, len(h)) if "logits" in self.needs else h[:, :0]
-        if "output" in self.needs:
-            _ = self.output
+    def _problem(self, prediction: Prediction) -> Problem | None:
+        """Why a prediction cannot be scored; None if it can."""
+        h = prediction.features
+        if h is None:
+            return ValueError("This score needs features, which the prediction lacks. Use another score or method.")
+        text = features_problem(h, self.num_features)
+        if text is None and "logits" in self.needs:
+            text = self._logits_problem(prediction.logits, len(h))
+        if text is None and "output" in self.needs and self.layer is None:
+            text = _NO_LAYER
+        if text is not None:
+            return ValueError(text)
         if not self.num_seen:
             arguments = ", ".join(["features", *(name for name in self.needs if name != "output")])
-            raise NotFitted(f"This score has seen no training features. Call update({arguments}) with them first.")
+            return NotFitted(f"This score has seen no training features. Call update({arguments}) with them first.")
         if self._distance is None:
             self._distance = self._fit()
-        return h, z, self._distance
+        return self._distance if isinstance(self._distance, Exception) else None
 
-    def _checked(self, logits: Tensor, num_examples: int) -> Tensor:
-        """Logits (N, K), in the form of at least two, if they are those of as many examples and classes."""
+    def _logits_problem(self, logits: Tensor, num_examples: int) -> str | None:
+        """What is wrong with logits that should be those of as many examples and classes; None if nothing is."""
         z = symmetric(logits.detach()) if logits.dim() == 2 else logits
         if z.shape != (num_examples, self.num_classes):
-            raise ValueError(f"Expected logits of shape {(num_examples, self.num_classes)}, got {tuple(logits.shape)}.")
+            return f"Expected logits of shape {(num_examples, self.num_classes)}, got {tuple(logits.shape)}."
         if not bool(torch.isfinite(z).all()):
-            raise ValueError("Logits must be finite, got NaN or infinity.")
-        return z
+            return "Logits must be finite, got NaN or infinity."
+        return None
+
+    def _check_logits(self, logits: Tensor, num_examples: int) -> Tensor:
+        """Logits (N, K), in the form of at least two; an error says what is wrong with others."""
+        if problem := self._logits_problem(logits, num_examples):
+            raise ValueError(problem)
+        return symmetric(logits.detach())
 
     @staticmethod
     def _given(value: Tensor | None, name: str) -> Tensor:
@@ -189,5 +200,5 @@ class FittedScore(ABC):
         """Add another's state."""
 
     @abstractmethod
-    def _fit(self) -> Distance:
-        """The function that scores, made of the state; an error says what the state lacks."""
+    def _fit(self) -> Distance | Problem:
+        """The function that scores, made of the state, or the error that says what the state lacks."""

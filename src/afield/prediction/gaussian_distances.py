@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from afield.prediction.fitted_score import Distance, FittedScore
+from afield.prediction.fitted_score import Distance, FittedScore, Problem
 
 
 class Mahalanobis(FittedScore):
@@ -82,13 +82,13 @@ class Mahalanobis(FittedScore):
         self.mean[classes] += share * shift
         self.count[classes] += count
 
-    def _fit(self) -> Distance:
+    def _fit(self) -> Distance | Problem:
         n, seen = self.count.sum(), self.count > 0
         center = (self.count @ self.mean) / n
         means, count = self.mean[seen] - center, self.count[seen]
         within = self.scatter / n
         if not float(within.trace()):
-            raise ValueError(
+            return ValueError(
                 f"All training features equal the mean of their class ({int(n)} examples, {means.shape[0]} classes), "
                 "so there is no covariance. Fit on more examples."
             )

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from afield.errors import NotFitted
-from afield.prediction.fitted_score import Distance, FittedScore
+from afield.prediction.fitted_score import Distance, FittedScore, Problem
 
 RESERVOIR = 10_000
 
@@ -100,8 +100,10 @@ class NearestNeighbors(FittedScore):
     def _join(self, other: "NearestNeighbors") -> None:
         self.sample.join(other.sample)
 
-    def _fit(self) -> Distance:
-        known = F.normalize(_enough(self.features, self.k), dim=-1)
+    def _fit(self) -> Distance | Problem:
+        if (problem := _too_few(self.features, self.k)) is not None:
+            return problem
+        known = F.normalize(self.features, dim=-1)
 
         def distance(h: Tensor, z: Tensor) -> Tensor:
             h = F.normalize(h.to(known), dim=-1)
@@ -150,13 +152,15 @@ class NeighborGuidance(FittedScore):
         self.lowest = min(self.lowest, other.lowest)
         self.sample.join(other.sample)
 
-    def _fit(self) -> Distance:
+    def _fit(self) -> Distance | Problem:
         if self.lowest <= 0:
-            raise ValueError(
+            return ValueError(
                 f"This score needs training logits of positive energy, log sum exp, got {self.lowest:g}. "
                 "Use another score."
             )
-        rows = _enough(self.sample.rows, self.k)
+        rows = self.sample.rows
+        if (problem := _too_few(rows, self.k)) is not None:
+            return problem
         bank = F.normalize(rows[:, :-1], dim=-1) * rows[:, -1:]
 
         def distance(h: Tensor, z: Tensor) -> Tensor:
@@ -172,13 +176,13 @@ def _check_k(k: int, reservoir: int) -> int:
     return k
 
 
-def _enough(rows: Tensor, k: int) -> Tensor:
-    if len(rows) < k:
-        raise NotFitted(
-            f"The {k}-th nearest neighbour needs at least {k} training features, got {len(rows)}. "
-            "Call update(features) with more of them, or choose a smaller k."
-        )
-    return rows
+def _too_few(rows: Tensor, k: int) -> NotFitted | None:
+    if len(rows) >= k:
+        return None
+    return NotFitted(
+        f"The {k}-th nearest neighbour needs at least {k} training features, got {len(rows)}. "
+        "Call update(features) with more of them, or choose a smaller k."
+    )
 
 
 def _hash(features: Tensor, seed: int) -> Tensor:

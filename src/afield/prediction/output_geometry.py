@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from afield.prediction.fitted_score import Distance, FittedScore
+from afield.prediction.fitted_score import Distance, FittedScore, Problem
 from afield.prediction.neighbors import RESERVOIR, Sample
 
 _RANKS = ((2048, 1000), (768, 512))  # features from, rank of the principal subspace: the authors' choice
@@ -74,7 +74,7 @@ class VirtualLogit(FittedScore):
         self.largest += other.largest.to(self.largest)
         self.sample.join(other.sample)
 
-    def _fit(self) -> Distance:
+    def _fit(self) -> Distance | Problem:
         rest = torch.linalg.eigh(self.moment).eigenvectors[:, : self.num_features - self.rank]  # ascending
 
         def residual(h: Tensor) -> Tensor:
@@ -82,12 +82,12 @@ class VirtualLogit(FittedScore):
 
         typical, largest = residual(self.sample.rows).mean(), self.largest / self.num_seen
         if not typical > 1e-6 * (self.moment.trace() / self.num_seen).sqrt():
-            raise ValueError(
+            return ValueError(
                 f"All training features lie in a subspace of rank {self.rank}, so none has a residual. "
                 "Choose a smaller rank."
             )
         if not largest > 0:
-            raise ValueError(f"This score needs logits whose largest is positive on average, got {float(largest):g}.")
+            return ValueError(f"This score needs logits whose largest is positive on average, got {float(largest):g}.")
         return lambda h, z: largest / typical * residual(h) - self.output(h).logsumexp(-1)
 
 
@@ -143,9 +143,9 @@ class StoredPattern(FittedScore):
         self.total += other.total.to(self.total)
         self.count += other.count.to(self.count)
 
-    def _fit(self) -> Distance:
+    def _fit(self) -> Distance | Problem:
         if not bool(self.count.any()):
-            raise ValueError(
+            return ValueError(
                 f"None of the {self.num_seen} training examples is predicted right, so there is no pattern."
             )
         pattern = self.total / self.count.clamp_min(1)[:, None]
