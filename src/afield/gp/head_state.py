@@ -12,6 +12,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from afield.gp.chosen_score import ChosenScore
 from afield.gp.class_distance import ClassDistance
 from afield.gp.features import RandomFeatures
 from afield.gp.joined_score import JoinedScore
@@ -19,11 +20,12 @@ from afield.gp.likelihoods import LIKELIHOODS
 from afield.gp.low_rank import LowRank
 from afield.gp.precision import Precision
 from afield.gp.snapshot import Lock, adopt, frozen_copy
+from afield.prediction.distance_scores import FITTED
 from afield.prediction.p_values import sort_reference
 from afield.prediction.scores import SCORES
 
 SCALARS = ("ridge", "amplitude", "logit_scale", "noise")
-_PARTS = ("random_features", "variance_features", "precision", "class_distance", "joined_score")
+_PARTS = ("random_features", "variance_features", "precision", "class_distance", "joined_score", "chosen_score")
 
 
 class HeadState(nn.Module):
@@ -34,6 +36,7 @@ class HeadState(nn.Module):
     precision: Precision | LowRank
     class_distance: ClassDistance | None
     joined_score: JoinedScore | None
+    chosen_score: ChosenScore
     likelihood: str
     out_features: int
     ridge: Tensor
@@ -122,6 +125,7 @@ class HeadState(nn.Module):
         if self.class_distance is not None:
             self.class_distance.reset()
         self.training_error = torch.zeros_like(self.training_error)
+        self.chosen_score.forget()
         self.forget_score()
 
     def forget_reference(self) -> None:
@@ -162,7 +166,7 @@ class HeadState(nn.Module):
 
     def set_score(self, name: str) -> None:
         """Choose the score on which p-values rest; a buffer carries its name into every copy and file."""
-        self.score = SCORES.check(name)
+        self.score = name if name in FITTED else SCORES.check(name)
         self.score_name = torch.tensor(list(name.encode()), dtype=torch.uint8, device=self.score_name.device)
 
     def set_scalars(self, **values: float) -> None:
