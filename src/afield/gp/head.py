@@ -195,7 +195,7 @@ class GaussianProcessHead(HeadState):
             head = self
         elif len(h) == 1 and h.is_cpu and plain_evaluation() and not torch.is_autocast_enabled("cpu"):
             row = self._one_row()
-            head, prediction = row.head, row.predict(h, predictive)
+            head, prediction = row.head, row.predict(h, predictive, num_samples, generator)
             if prediction is not None:
                 return prediction
         else:

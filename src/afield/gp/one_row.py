@@ -54,7 +54,12 @@ class OneRow:
         self.head = snapshot
         parts = [part for name in PARTS if (part := head._modules[name]) is not None]
         self._facts = list(map(head.__dict__.get, _FACTS))
-        self._owners = [head._buffers, head._parameters, head._modules, *(part._buffers for part in parts)]
+        self._owners: list[dict[str, Any]] = [
+            head._buffers,
+            head._parameters,
+            head._modules,
+            *(part._buffers for part in parts),
+        ]
         self._members: list[Any] = list(chain.from_iterable(map(dict.values, self._owners)))
         self._features = [part for part in parts if isinstance(part, RandomFeatures)]
         self._adapted = list(map(_ADAPTED, self._features))
@@ -69,18 +74,20 @@ class OneRow:
 
     def is_of(self, head: "GaussianProcessHead") -> bool:
         """Whether the head is in the state that this was made of. The loops run in C."""
-        own, members = head.__dict__, chain.from_iterable(map(dict.values, self._owners))
+        own = head.__dict__
         return (
             own["_buffers"] is self._owners[0]  # and not those of what it is a copy of
             and sum(map(len, self._owners)) == len(self._members)
-            and all(map(is_, members, self._members))
+            and all(map(is_, chain.from_iterable(map(dict.values, self._owners)), self._members))
             and list(map(own.get, _FACTS)) == self._facts
             and list(map(_ADAPTED, self._features)) == self._adapted
             and list(map(_VERSION, self._copied)) == self._versions
             and list(map(Tensor.data_ptr, self._tensors)) == self._addresses
         )
 
-    def predict(self, h: Tensor, predictive: str) -> Prediction | None:
+    def predict(
+        self, h: Tensor, predictive: str, num_samples: int, generator: torch.Generator | None
+    ) -> Prediction | None:
         """The prediction; None where it takes the definition."""
         answer = None if self._answer is None else self._answer(h)
         if answer is None:
@@ -88,8 +95,9 @@ class OneRow:
         if self._of_classes is not None and predictive == "mean_field":
             return self._of_classes(h, *answer)
         mean, variance, joined = answer
-        tensors = (None if value is None else h.new_tensor([value]) for value in (variance, joined))
-        return self.head.prediction(torch.from_numpy(mean[None]), *tensors, h)
+        joined_score = None if joined is None else h.new_tensor([joined])
+        options = (h, predictive, num_samples, generator)
+        return self.head.prediction(torch.from_numpy(mean[None]), h.new_tensor([variance]), joined_score, *options)
 
     def __deepcopy__(self, memo: Any) -> None:
         """A copy of a head starts without."""
@@ -136,32 +144,37 @@ class _Answer:
         root = _array(head.precision.root[0])
         ends = [min(start + BLOCK, len(root)) for start in range(0, len(root), BLOCK)]
         self._triangle = [(end, root[start:end, :end].copy()) for start, end in zip([0, *ends], ends, strict=False)]
-        self._weight = None if self._kept is not None else _array(head.weight)
+        self._weight: Any = None if self._kept is not None else _array(head.weight)
         self._constant = None if head.constant is None else _array(head.constant)
         distance, score = head.class_distance, head.joined_score
-        joins = distance is not None and score is not None and score.fitted
-        self._joined = _Joined(distance, score) if joins else None
+        self._joined: _Joined | None = None
+        if distance is not None and score is not None and score.fitted:
+            self._joined = _Joined(distance, score)
         self._dtype, self._width, self._amplitude = head.precision.root.dtype, head.in_features, head.amplitude
+        self._most = torch.finfo(self._dtype).max
 
     def __call__(self, h: Tensor) -> tuple[Array, float, float | None] | None:
         if h.dtype != self._dtype or h.shape != (1, self._width):
             return None
-        x = (h.detach() if h.requires_grad else h).numpy()[0]
-        length = math.sqrt(x.dot(x))
+        length = torch.linalg.vector_norm(h).item()
         if not _SHORTEST < length < _LONGEST:
             return None
-        psi = self._psi(x, length)
-        if self._weight is None:
-            mean = _array(self._kept(h))[0]
-        else:
-            mean = np.vecdot(self._weight, psi if self._phi is self._psi else self._phi(x, length))
-            mean = mean if self._constant is None else mean + self._constant
-        variance = 0.0
-        for end, block in self._triangle:
-            part = np.vecdot(block, psi[:end])
-            variance += float(part.dot(part))
-        joined = None if self._joined is None else self._joined(x / length, mean, variance)
-        return mean, variance * self._amplitude.item() ** 2, joined
+        x = (h.detach() if h.requires_grad else h).numpy()[0]
+        with np.errstate(over="ignore"):
+            psi = self._psi(x, length)
+            if self._kept is not None:
+                mean = _array(self._kept(h))[0]
+            else:
+                mean = np.vecdot(self._weight, psi if self._phi is self._psi else self._phi(x, length))
+                mean = mean if self._constant is None else mean + self._constant
+            variance = 0.0
+            for end, block in self._triangle:
+                part = np.vecdot(block, psi[:end])
+                variance += float(part.dot(part))
+        scaled = variance * self._amplitude.item() ** 2
+        if not (scaled < self._most and np.isfinite(mean).all()):
+            return None
+        return mean, scaled, None if self._joined is None else self._joined(x / length, mean, variance)
 
 
 class _Features:
@@ -200,9 +213,8 @@ class _Joined:
         )
         self._width, self._kind = distance.in_features, self._root.dtype.type
         heights = F.pad((score.slopes * score.widths)[:, :-1].cumsum(1), (1, 0))  # of t at its knots
-        self._terms = [
-            tuple(rows) for rows in zip(*(t.tolist() for t in (score.knots, heights, score.slopes, score.widths)))
-        ]
+        tables = (score.knots, heights, score.slopes, score.widths)
+        self._terms: list[tuple[list[float], ...]] = list(zip(*(table.tolist() for table in tables), strict=True))
 
     def __call__(self, u: Array, mean: Array, variance: float) -> float:
         both = np.vecdot(self._root, u - self._shift)
@@ -211,7 +223,8 @@ class _Joined:
         near += self._offsets
         distance = a.dot(a) + near.min() - b.dot(b)
         total = 0.0
-        for x, (knots, heights, slopes, widths) in zip((variance, -_log_sum_exp(mean), distance), self._terms):
+        sources = (variance, -_log_sum_exp(mean), distance)
+        for x, (knots, heights, slopes, widths) in zip(sources, self._terms, strict=True):
             below = bisect_left(knots, x) - 1
             if below >= 0:
                 total += heights[below] + slopes[below] * min(x - knots[below], widths[below])
@@ -224,7 +237,7 @@ class _Classes:
     def __init__(self, head: "GaussianProcessHead") -> None:
         self._scale, self._calibrated = head.logit_scale, head.calibrated
         self._reference, self._spans = _array(head.reference), head.reference_spans.tolist()
-        self._known = {"likelihood": head.likelihood}
+        self._known: dict[str, Any] = {"likelihood": head.likelihood}
         if self._calibrated:
             smallest = 1 / (fewest_rows(head.reference, head.reference_spans) + 1)
             self._known |= {"default_score": head.score, "smallest_p_value": smallest}
@@ -235,7 +248,7 @@ class _Classes:
         probs -= probs.max()
         np.exp(probs, out=probs)
         probs /= probs.sum()
-        p_value, count = self._p_value(joined, logits) if self._calibrated else (None, None)
+        p_value, count = self._p_value(joined, logits) if self._calibrated and joined is not None else (None, None)
         kind, row = mean.dtype, torch.from_numpy
         return Prediction(
             row(logits[None]),
