@@ -221,7 +221,7 @@ class _Joined:
         a, b = both[: self._width], both[self._width :]
         near = np.vecdot(self._centers, a)
         near += self._offsets
-        distance = a.dot(a) + near.min() - b.dot(b)
+        distance = float(a.dot(a)) + float(near.min()) - float(b.dot(b))  # Python's floats overflow in silence
         total = 0.0
         sources = (variance, -_log_sum_exp(mean), distance)
         for x, (knots, heights, slopes, widths) in zip(sources, self._terms, strict=True):
