@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from afield.bounds.weight_cache import plain_evaluation
 from afield.gp.capture import handed_over
 from afield.gp.chosen_score import ChosenScore
 from afield.gp.class_distance import ClassDistance
@@ -28,6 +29,7 @@ from afield.gp.joined_score import JoinedScore
 from afield.gp.likelihoods import LIKELIHOODS
 from afield.gp.low_rank import LowRank, check_rank
 from afield.gp.observing import accumulate
+from afield.gp.one_row import OneRow
 from afield.gp.precision import COVARIANCES, Precision, choose_curvature, curvature_weights
 from afield.gp.variance_features import has_own_features, own_features
 from afield.prediction.p_values import with_p_values
@@ -205,9 +207,25 @@ class GaussianProcessHead(HeadState):
         predictive  None: the head's own
         """
         predictive = PREDICTIVES.check(predictive or self.predictive)
-        head = self if torch.compiler.is_compiling() else self.snapshot()
+        if torch.compiler.is_compiling():
+            head = self
+        elif len(h) == 1 and h.is_cpu and plain_evaluation() and not torch.is_autocast_enabled("cpu"):
+            row = self._one_row()
+            head, prediction = row.head, row.predict(h, predictive, num_samples, generator)
+            if prediction is not None:
+                return prediction
+        else:
+            head = self.snapshot()
         mean, variance = head.posterior(h)
         return head.prediction(mean, variance, head.own_score(mean, variance, h), h, predictive, num_samples, generator)
+
+    def _one_row(self) -> OneRow:
+        """What is prepared for the head as it is now, factorised."""
+        row: OneRow | None = self.__dict__.get("_prepared")
+        if row is None or not row.is_of(self):
+            with self._publishing:
+                row = self.__dict__["_prepared"] = OneRow(self, self.snapshot())
+        return row
 
     def prediction(
         self,

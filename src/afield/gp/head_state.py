@@ -25,7 +25,7 @@ from afield.prediction.p_values import sort_reference
 from afield.prediction.scores import SCORES
 
 SCALARS = ("ridge", "amplitude", "logit_scale", "noise")
-_PARTS = ("random_features", "variance_features", "precision", "class_distance", "joined_score", "chosen_score")
+PARTS = ("random_features", "variance_features", "precision", "class_distance", "joined_score", "chosen_score")
 
 
 class HeadState(nn.Module):
@@ -90,7 +90,7 @@ class HeadState(nn.Module):
         with self._publishing:
             if self.precision.fitted:
                 self.factor()
-            return frozen_copy(self, *_PARTS)
+            return frozen_copy(self, *PARTS)
 
     @contextlib.contextmanager
     def revision(self, *, afresh: bool = False, observes: bool = True) -> Iterator[Self]:
@@ -103,7 +103,7 @@ class HeadState(nn.Module):
         """
         with self._writing:
             with self._publishing:
-                draft = frozen_copy(self, *_PARTS)
+                draft = frozen_copy(self, *PARTS)
             if afresh:
                 draft.reset_posterior()
             elif observes:
@@ -114,7 +114,7 @@ class HeadState(nn.Module):
             if draft.precision.fitted:
                 draft.factor()
             with self._publishing:
-                adopt(self, draft, *_PARTS)
+                adopt(self, draft, *PARTS)
                 self.random_features.adapted = draft.random_features.adapted
                 self.features_of_variance.adapted = draft.features_of_variance.adapted
                 self.score = draft.score
