@@ -14,8 +14,8 @@ a Wide ResNet-10-2 with stride 2 in its stem for 30 epochs (four minutes on one 
 corruptions of 500 test images; `smoke` is next to nothing.
 
 Learning rates of `paper` are those of the paper's text, .04 and .08, for batches of 128, times batch size / 128 as in
-the authors' code. The code's own differ by version: .05 to .08 for CIFAR-10, .04 or .08 for CIFAR-100. It has layer norm
-and a projection to 128 dimensions before the random features; ours has neither, and an own rate for the output layer.
+the authors' code. The code's own differ by version: .05 to .08 for CIFAR-10, .04 or .08 for CIFAR-100. It has layer
+norm and a projection to 128 dimensions before the random features; ours has neither, and the output layer its own rate.
 
 `cifar100-3k` is CIFAR-100 on 30 images a class, all that are at hand without its own files: 24 to train and validate, 6
 for the test, cut by us because the official split of these images is lost. No figure of it compares with the paper's.
