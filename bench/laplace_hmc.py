@@ -110,7 +110,10 @@ def tables() -> dict[str, str]:
     columns = {"test": "test", "ood": "OOD", "confidence_ood": "confidence, OOD"}
     rows = [["", *[f"{task}: {head}" for task in tasks for head in columns.values()]]]
     labels = dict.fromkeys(label for task in tasks.values() for label in task["rows"])
-    rows += [[label, *[f"{of['rows'][label][c]:.3f}" for of in tasks.values() for c in columns]] for label in labels]
+    rows += [
+        [label.replace("*", "\\*"), *[f"{of['rows'][label][c]:.3f}" for of in tasks.values() for c in columns]]
+        for label in labels
+    ]
     return {"ablation hmc": markdown(rows, left=1)}
 
 

@@ -201,9 +201,7 @@ def test_rows_and_sets_of_the_paper_that_are_missing_are_told():
     assert sentence == "Of genomics, 1D CNN on bacteria genomics, no runs are here of DNN."
     cifar = [Group("dnn", (a_run("dnn", metrics={"auroc/svhn": 0.6, "auroc/noise": 0.9}),))]
     told = columns.missing_from_paper("cifar10", cifar)
-    assert "Of tab:cifar-ood, CIFAR-10 vs DTD, nothing was measured on dtd: the images are not at hand" in " ".join(
-        told
-    )
+    assert any("CIFAR-10 vs DTD, nothing was measured on dtd: the images are not at hand" in line for line in told)
     assert any("tab:cifar10-abl" in line and "SNGP + AugMix" in line for line in told)
     assert columns.missing_from_paper("two-moons", cifar) == []
 
