@@ -109,11 +109,9 @@ def tables() -> dict[str, str]:
     tasks = json.loads(RECORD.read_text(encoding="utf-8"))["tasks"] if RECORD.exists() else {}
     columns = {"test": "test", "ood": "OOD", "confidence_ood": "confidence, OOD"}
     rows = [["", *[f"{task}: {head}" for task in tasks for head in columns.values()]]]
-    labels = dict.fromkeys(label for task in tasks.values() for label in task["rows"])
-    rows += [
-        [label.replace("*", "\\*"), *[f"{of['rows'][label][c]:.3f}" for of in tasks.values() for c in columns]]
-        for label in labels
-    ]
+    for label in dict.fromkeys(label for task in tasks.values() for label in task["rows"]):
+        cells = [f"{task['rows'][label][column]:.3f}" for task in tasks.values() for column in columns]
+        rows.append([label.replace("*", "\\*"), *cells])
     return {"ablation hmc": markdown(rows, left=1)}
 
 
