@@ -80,6 +80,7 @@ _MODULES = {  # that are used by their short name
     "class_changes": "model",
     "diagnose": "model",
     "conformal": "decide",
+    "drift": "decide",
     "selection": "decide",
     "export": "deploy",
     "stacked": "methods",
