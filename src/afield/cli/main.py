@@ -13,6 +13,7 @@ try:
     from afield.cli.report import Report
     from afield.cli.reproduce import Reproduce
     from afield.cli.score import Score
+    from afield.cli.serve import Serve
     from afield.cli.settings import ShowSettings
     from afield.cli.sweep import Sweep
 except ImportError as error:
@@ -38,6 +39,7 @@ COMMANDS: dict[str, Callable[..., Command]] = {
     "report": Report,
     "export": Export,
     "score": Score,
+    "serve": Serve,
     "settings": ShowSettings,
 }
 # The defaults of a command's flags, where they depend on other arguments.
