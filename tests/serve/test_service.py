@@ -226,6 +226,24 @@ def test_garbage_on_the_socket_harms_nobody(client: Client):
     assert client.infer([[0.0, 0.0]])[0] == 200
 
 
+# The page --------------------------------------------------------------------------------------------------------
+
+
+def test_the_page_asks_nobody_else(client: Client):
+    """All that it loads comes from this service, and scripts from elsewhere are forbidden."""
+    status, page, headers = client("GET", "/")
+    assert (status, headers["content-type"].partition(";")[0]) == (200, "text/html")
+    assert "script-src 'self'" in headers["content-security-policy"]
+    loaded = re.findall(r'(?:src|href)="(/page/[^"]+)"', page)
+    texts = {name: client("GET", name) for name in loaded}
+    for name in re.findall(r'from "\./([^"]+)"', texts["/page/main.js"][1]):
+        texts[name] = client("GET", f"/page/{name}")
+    assert len(texts) == 5
+    assert all(found[0] == 200 for found in texts.values())
+    addresses = re.findall(r"https?://[^\s\"']+", page + "".join(found[1] for found in texts.values()))
+    assert set(addresses) <= {"http://www.w3.org/2000/svg"}  # a name, not an address
+
+
 # Load, time and token --------------------------------------------------------------------------------------------
 
 
