@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -152,15 +153,24 @@ def bind(options: Options) -> socket.socket:
     return listening
 
 
-def serve(sources: list[Source], options: Options, *, log_level: str = "info") -> None:
-    """Serve until SIGTERM or Ctrl-C."""
+def serve(
+    sources: list[Source],
+    options: Options,
+    *,
+    log_level: str = "info",
+    on_listening: Callable[[str], None] = lambda url: None,
+) -> None:
+    """Serve until SIGTERM or Ctrl-C; `on_listening` is called with the address when requests may come."""
     logs.configure(log_level)
     listening = bind(options)
     service = make_service(sources, options)
     if options.host not in ("127.0.0.1", "::1", "localhost") and options.token is None:
         logs.LOGGER.warning("no token", extra={"fields": {"host": options.host, "advice": "--token-file"}})
     host, port = listening.getsockname()[:2]
-    logs.log("listening", url=f"http://{host}:{port}/", models=list(service.models.current), pid=os.getpid())
+    url = f"http://{f'[{host}]' if ':' in host else host}:{port}/"
+    logs.log("listening", url=url, models=list(service.models.current), pid=os.getpid())
+    listening.listen(2048)  # requests wait in the socket until the loop runs
+    on_listening(url)
     for number in (signal.SIGTERM, signal.SIGINT):  # uvicorn handles them, and raises them again when all is done
         signal.signal(number, lambda *_: None)
     asyncio.run(make_server(service).serve(sockets=[listening]))
