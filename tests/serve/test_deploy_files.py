@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-yaml = pytest.importorskip("yaml")
-pytest.importorskip("prometheus_client")
 from afield.cli.main import parse
 from afield.cli.serve import Serve
 from afield.serve.metrics import Metrics
+
+yaml = pytest.importorskip("yaml")
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
