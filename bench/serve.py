@@ -31,7 +31,9 @@ CLIENTS, ROUNDS = 32, 3
 
 
 def request(tensor: np.ndarray, name: str = "input") -> bytes:
-    body = {"inputs": [{"name": name, "shape": list(tensor.shape), "datatype": "FP32", "data": tensor.ravel().tolist()}]}
+    body = {
+        "inputs": [{"name": name, "shape": list(tensor.shape), "datatype": "FP32", "data": tensor.ravel().tolist()}]
+    }
     content = json.dumps(body).encode()
     return f"POST /v2/models/m/infer HTTP/1.1\r\nHost: a\r\nContent-Length: {len(content)}\r\n\r\n".encode() + content
 
@@ -125,7 +127,6 @@ def models(folder: Path) -> dict[str, tuple[list[str], Any, list[np.ndarray]]]:
     from afield.experiment.config import Config
     from afield.experiment.many_runs import run_all
     from afield.experiment.model_folder import open_model
-    from bench.attach import resnet
 
     torch.set_num_threads(1)
     (trained,) = run_all([Config.of("two-moons", "sngp", epochs=5)], folder, jobs=1)
@@ -139,7 +140,7 @@ def models(folder: Path) -> dict[str, tuple[list[str], Any, list[np.ndarray]]]:
 
     torch.manual_seed(0)
     images = torch.randn(128, 3, 32, 32)
-    model = afield.attach(resnet("cifar10_resnet56"))
+    model = afield.attach(resnet56())
     afield.fit_posterior(model, [(images, torch.arange(128) % 10)])
     afield.calibrate(model, [(torch.randn(300, 3, 32, 32), torch.arange(300) % 10)])
     model.eval()
@@ -161,9 +162,14 @@ def models(folder: Path) -> dict[str, tuple[list[str], Any, list[np.ndarray]]]:
 
 
 def resnet56() -> Any:
-    from bench.attach import resnet
+    """The public network of results/attach-cifar10.json."""
+    from safetensors.torch import load_file
 
-    return resnet("cifar10_resnet56")
+    from afield.backbones.resnet_cifar import ResNetCIFAR
+
+    net = ResNetCIFAR(56)
+    net.load_state_dict(load_file(Path(os.environ["AFIELD_DATA"]) / "weights" / "cifar10_resnet56.safetensors"))
+    return net.eval()
 
 
 def main() -> None:

@@ -32,7 +32,7 @@ def serve_demo(folder: Path, task: Task, *, port: int, show: bool, console: Cons
         threading.Thread(target=play, args=(url, task.name, task), kwargs={"console": console}, daemon=True).start()
 
     sources = server.sources_of([f"{task.name}={folder}"])
-    server.serve(sources, server.Options(port=port), log_level="warning", on_listening=begin)
+    server.serve(sources, server.Options(port=port), log_level="error", on_listening=begin)
 
 
 def play(url: str, model: str, task: Task, *, console: Console, pause: float = 0.25) -> dict[str, Any] | None:

@@ -8,6 +8,7 @@ try:
     import tyro
 
     from afield.cli import train
+    from afield.cli.card import Card
     from afield.cli.demo import Demo
     from afield.cli.export import Export
     from afield.cli.report import Report
@@ -37,6 +38,7 @@ COMMANDS: dict[str, Callable[..., Command]] = {
     "sweep": Sweep,
     "reproduce": Reproduce,
     "report": Report,
+    "card": Card,
     "export": Export,
     "score": Score,
     "serve": Serve,

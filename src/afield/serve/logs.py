@@ -37,5 +37,11 @@ def configure(level: str = "info") -> None:
         logging.getLogger(name).setLevel(logging.WARNING)
 
 
+def say(event: str, **fields: Any) -> None:
+    """A line at any level."""
+    record = LOGGER.makeRecord(LOGGER.name, logging.INFO, "", 0, event, (), None, extra={"fields": fields})
+    LOGGER.handle(record)
+
+
 def log(event: str, **fields: Any) -> None:
     LOGGER.info(event, extra={"fields": fields})

@@ -158,7 +158,7 @@ def serve(
     options: Options,
     *,
     log_level: str = "info",
-    on_listening: Callable[[str], None] = lambda url: None,
+    on_listening: Callable[[str], None] = lambda url: logs.say("listening", url=url, pid=os.getpid()),
 ) -> None:
     """Serve until SIGTERM or Ctrl-C; `on_listening` is called with the address when requests may come."""
     logs.configure(log_level)
@@ -168,7 +168,6 @@ def serve(
         logs.LOGGER.warning("no token", extra={"fields": {"host": options.host, "advice": "--token-file"}})
     host, port = listening.getsockname()[:2]
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}/"
-    logs.log("listening", url=url, models=list(service.models.current), pid=os.getpid())
     listening.listen(2048)  # requests wait in the socket until the loop runs
     on_listening(url)
     for number in (signal.SIGTERM, signal.SIGINT):  # uvicorn handles them, and raises them again when all is done
