@@ -1,11 +1,11 @@
 """Thousands of requests that are wrong in some way, or in none, to a running service: none may be answered by a 5xx.
 
-    python -m bench.fuzz_service [--requests 10000] [--seed 0]       a service on the loopback interface, in this process
+    python -m bench.fuzz_service [--requests 10000] [--seed 0]      a service on the loopback interface, in this process
 
 Requests are right ones that are then spoiled: a value anywhere in the JSON is replaced, removed, repeated or nested;
-bytes are flipped, cut or repeated; methods, paths and headers are exchanged; bodies are sent in pieces, half, or with a wrong
-length. After every hundred requests a right one must get the right answer. 503 counts as a failure too: one client
-cannot fill the queue.
+bytes are flipped, cut or repeated; methods, paths and headers are exchanged; bodies are sent in pieces, half, or with a
+wrong length. After every hundred requests a right one must get the right answer. 503 counts as a failure too: one
+client cannot fill the queue.
 """
 
 import argparse

@@ -21,8 +21,8 @@ from afield.prediction.p_values import fewest_rows
 _QUALITY = ("accuracy", "nll", "brier", "ece", "rmse")
 _DETECTION = ("auroc", "fpr95")
 _LIMITS = (
-    "p-values and policies promise about inputs drawn like the held-out data. Under a shift the promise is void, and an "
-    "alarm for drift says so: `afield serve`, `afield score --watch`.",
+    "p-values and policies promise about inputs drawn like the held-out data. Under a shift the promise is void, and "
+    "an alarm for drift says so: `afield serve`, `afield score --watch`.",
     "The model looks at its inputs alone. Labels that change their meaning are seen by nobody without new labels.",
     "An input can be accepted and answered wrongly: acceptance says that it looks usual, not that the answer is right.",
 )
