@@ -92,12 +92,12 @@ def test_memory_is_bounded():
 def test_every_bet_is_fair_whatever_was_before():
     """E[M_t | past] = M_(t-1): the integral over p of the next capital is the capital."""
     bets = Bets()
-    for p in (0.01, 0.4, 0.9, 0.02, 0.003):
-        bets.bet(p)
+    for p in (0.01, 0.4, 0.9, 0.02, 0.003, 0.5, 0.6, 0.1, 0.2):  # capital is spread in between
+        bets.bet(np.array([p]))
 
         def next_capital(x: float, before: dict[str, Any] = bets.state()) -> float:  # noqa: B008
             trial = Bets.restore(before)
-            return math.exp(trial.bet(x) - bets.log_evidence)
+            return math.exp(trial.bet(np.array([x]))[0] - bets.log_evidence)
 
         inside = integrate.quad(next_capital, 1e-9, 1 - 1e-9, points=[1e-6, 1e-3, 1 - 1e-3], limit=200)[0]
         ends = 1e-9 ** min(betting.OUTWARDS) + 1e-9 ** min(betting.INWARDS)  # at most what is left out
@@ -106,10 +106,21 @@ def test_every_bet_is_fair_whatever_was_before():
 
 def test_the_capital_does_not_overflow():
     bets = Bets()
-    for _ in range(2000):
-        bets.bet(1e-6)
+    bets.bet(np.full(2000, 1e-6))
     assert 10_000 < bets.log_evidence < math.inf
     assert bets.began == 0
+
+
+@pytest.mark.parametrize("size", [1, 3, 8, 50])
+def test_the_size_of_updates_changes_nothing(size: int):
+    """A watch is a function of its stream, to the bit: so the journal can be replayed row by row."""
+    scores, classes = normal(200, seed=1) + 2 * (np.arange(200) > 120), np.arange(200) % 2
+    whole, parts = (Watch(normal(60), num_classes=2, seed=4) for _ in range(2))
+    whole.update(scores, classes)
+    for first in range(0, 200, size):
+        parts.update(scores[first : first + size], classes[first : first + size])
+    assert whole.alarm is not None
+    assert same(whole, parts)
 
 
 # The promise -----------------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ for the whole stream, and the other half is shared by the classes.
 """
 
 import collections
+import copy
 import heapq
 import math
 import secrets
@@ -94,7 +95,7 @@ class Watch:
         self._smallest: list[tuple[float, int, Any]] = []  # a heap, the largest p-value first
         self._curve: list[tuple[int, float]] = [(0, 0.0)]
         self._stride = 1
-        self._random: tuple[int, np.ndarray] = (-1, np.zeros((0, 2)))
+        self._random: list[tuple[int, np.ndarray]] = []
 
     alarm: Alarm | None
 
@@ -108,41 +109,50 @@ class Watch:
         labels = self._check_classes(classes, len(values))
         if inputs is not None and len(inputs) != len(values):
             raise ValueError(f"Expected an input for each of {len(values)} scores, got {len(inputs)}.")
-        p_values = np.empty(len(values))
-        for i, score in enumerate(values.tolist()):
-            p_values[i] = self._step(score, labels[i], None if inputs is None else inputs[i])
+        first, ranks = self.rows, self._ranks[None]
+        u = self._uniform(first, len(values))
+        p_values = np.array([ranks.p_value(s, v) for s, v in zip(values.tolist(), u[:, 0].tolist(), strict=True)])
+        self.rows += len(values)
+        numbers = np.arange(first, self.rows) + 1
+        evidence = self._bet(None, p_values, numbers)
+        for label in sorted(set(labels.tolist())):
+            chosen = labels == label
+            of_class = self._ranks.setdefault(label, self._class_ranks(label))
+            pairs = zip(values[chosen].tolist(), u[chosen, 1].tolist(), strict=True)
+            self._bet(label, np.array([of_class.p_value(s, v) for s, v in pairs]), numbers[chosen])
+        self._remember(p_values, evidence, first, inputs)
         return p_values
 
-    def _step(self, score: float, label: int | None, shown: Any) -> float:
-        u, u_class = self._uniform(self.rows)
-        self.rows += 1
-        p = self._ranks[None].p_value(score, u)
-        self._bets[None].bet(p)
-        if label is not None:
-            ranks = self._ranks.setdefault(label, self._class_ranks(label))
-            self._bets.setdefault(label, Bets()).bet(ranks.p_value(score, u_class))
-        for group in (None,) if label is None else (None, label):
-            if self.alarm is None and self._bets[group].log_evidence >= self.threshold(group):
-                self.alarm = Alarm(self.rows, self._bets[group].began, group)
-        self._remember(p, shown)
-        return p
+    def _bet(self, group: int | None, p_values: np.ndarray, numbers: np.ndarray) -> np.ndarray:
+        """Bet on p-values of a group; the earliest alarm counts, and of the whole before that of a class."""
+        bets = self._bets.setdefault(group, Bets())
+        then = copy.copy(bets)  # its arrays are replaced, never written into
+        evidence = bets.bet(p_values, numbers)
+        over = np.flatnonzero(evidence >= self.threshold(group))
+        if len(over) and (self.alarm is None or numbers[over[0]] < self.alarm.row):
+            then.bet(p_values[: over[0] + 1], numbers[: over[0] + 1])  # as it was when the alarm rang
+            self.alarm = Alarm(int(numbers[over[0]]), then.began, group)
+        return evidence
 
-    def _uniform(self, row: int) -> np.ndarray:
-        """Two uniform numbers for a row: a function of the seed and the row, so that a stream can be replayed."""
-        chunk, offset = divmod(row, _CHUNK)
-        if self._random[0] != chunk:
-            drawn = 1 - np.random.default_rng([self.seed, 1, chunk]).random((_CHUNK, 2))  # in (0, 1]
-            self._random = chunk, drawn
-        return self._random[1][offset]
+    def _uniform(self, first: int, count: int) -> np.ndarray:
+        """Two uniform numbers (N, 2) for every row: a function of seed and row, so that a stream can be replayed."""
+        chunks = range(first // _CHUNK, (first + count - 1) // _CHUNK + 1)
+        if [number for number, _ in self._random] != list(chunks):
+            self._random = [(k, 1 - np.random.default_rng([self.seed, 1, k]).random((_CHUNK, 2))) for k in chunks]
+        drawn = np.concatenate([numbers for _, numbers in self._random] or [np.zeros((0, 2))])
+        start = first - _CHUNK * (first // _CHUNK)
+        return drawn[start : start + count]  # in (0, 1]
 
-    def _remember(self, p: float, shown: Any) -> None:
-        heapq.heappush(self._smallest, (-p, self.rows, shown))
-        if len(self._smallest) > self.keep:
-            heapq.heappop(self._smallest)
-        if self.rows % self._stride == 0:
-            self._curve.append((self.rows, self._bets[None].log_evidence / math.log(10)))
-            if len(self._curve) > _CURVE:
-                self._curve, self._stride = self._curve[::2], 2 * self._stride
+    def _remember(self, p_values: np.ndarray, evidence: np.ndarray, first: int, inputs: Sequence[Any] | None) -> None:
+        for i, p in enumerate(p_values.tolist()):
+            if len(self._smallest) < self.keep or p < -self._smallest[0][0]:
+                heapq.heappush(self._smallest, (-p, first + i + 1, None if inputs is None else inputs[i]))
+                if len(self._smallest) > self.keep:
+                    heapq.heappop(self._smallest)
+            if (first + i + 1) % self._stride == 0:
+                self._curve.append((first + i + 1, float(evidence[i]) / math.log(10)))
+                if len(self._curve) > _CURVE:
+                    self._curve, self._stride = self._curve[::2], 2 * self._stride
 
     def threshold(self, group: int | None = None) -> float:
         """The logarithm of the evidence at which the alarm rings: for the whole stream, or for a class."""
@@ -233,9 +243,10 @@ class Watch:
     def _class_ranks(self, label: int, scores: Any = ()) -> Ranks:
         return Ranks(scores, seed=(self.seed, 2, label), most=2**13)
 
-    def _check_classes(self, classes: Any, count: int) -> list[int] | list[None]:
+    def _check_classes(self, classes: Any, count: int) -> np.ndarray:
+        """Classes (N,); none where they are not watched."""
         if self.num_classes is None:
-            return [None] * count
+            return np.zeros(0, dtype=np.int64)
         if classes is None:
             raise ValueError("This watch looks at every class by itself: update expects classes, (N,) whole numbers.")
         labels = np.asarray(classes)
@@ -245,7 +256,7 @@ class Watch:
             raise ValueError(
                 f"Expected classes from 0 to {self.num_classes - 1}, got {labels.min()} to {labels.max()}."
             )
-        return labels.tolist()
+        return labels
 
 
 def watch_model(model: "SNGP", *, alpha: float = 0.01, per_class: bool | None = None, keep: int = 20) -> Watch:
