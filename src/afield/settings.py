@@ -21,7 +21,7 @@ class Settings:
     weight_decay: float = 0.0
     """L2 penalty; decoupled for adamw. Random features and biases have none."""
     head_weight_decay: float | None = None
-    """Of the output layer alone; None: as the rest. What the prior asks for is ridge / number of examples."""
+    """Of the output layer alone; None: as the rest; for a Gaussian process of classes its prior's, ridge / examples."""
     schedule: Literal["cosine", "linear", "steps", "constant"] = "cosine"
     """How the learning rate falls; steps: times 0.2 at 30%, 60% and 80%."""
     warmup: float = 0.0
@@ -40,16 +40,34 @@ class Settings:
     """Names of the backbone's layers that are bounded, * and ? allowed; none given: all of them."""
     num_random_features: int = 1024
     """Of the Gaussian process."""
+    kernel: Literal["rbf", "matern32", "matern52", "arccos"] = "rbf"
+    """That they approximate."""
+    orthogonal: bool = True
+    """Whether their directions come in orthogonal blocks."""
+    geometry: Literal["raw", "standardized", "layer", "unit", "direction", "direction_length"] | None = None
+    """Coordinates in which distances of hidden vectors are taken; None: raw, and attached: direction_length."""
+    projection: int | None = None
+    """Dimensions that the hidden vector is projected to, at random, before; None: it is not."""
     length_scale: float | None = None
-    """Of its kernel; None: from the first training batch."""
+    """Of the kernel; None: from the first training batch."""
+    variance_features: Literal["auto", "own", "same"] = "auto"
+    """Random features of the variance: same as the mean's, own, or auto: own for classes."""
     ridge: float = 1.0
-    """Prior precision of its output weights."""
+    """Prior precision of the output weights."""
     amplitude: float | None = None
-    """Of its variance; None: calibrated on validation data."""
+    """Of the variance; None: calibrated on validation data."""
+    logit_scale: float | None = None
+    """Of the logits of a Gaussian process; None: calibrated with the amplitude."""
     covariance: Literal["shared", "per_class"] = "shared"
     """One posterior for all outputs, or one for each."""
     curvature: Literal["auto", "unit", "likelihood"] = "auto"
     """Weight of an example in the posterior; auto: unit for classes with a shared covariance."""
+    momentum: float | None = None
+    """Of a moving average over batches in the place of the sum over examples; None: the sum."""
+    predictive: Literal["mean_field", "monte_carlo"] = "mean_field"
+    """How the posterior makes probabilities; monte_carlo: from 100 samples."""
+    score: str | None = None
+    """On which p-values of a Gaussian process rest; None: joined for classes, else the variance."""
     dropout: float | None = None
     """Rate of the layers that Monte Carlo dropout samples; None: the backbone's own."""
     members: int = 10

@@ -121,7 +121,7 @@ def test_config_file_starts_the_same_run(tmp_path: Path, capsys: pytest.CaptureF
         (["train", "two-moons", "--weight-decay", "-1"], "weight_decay must not be negative, got -1"),
         (["demo", "--epochs", "-3"], "epochs must be at least 1, got -3"),
         (["sweep", "two-moons", "--grid", "epochs=-3"], "epochs must be at least 1, got -3"),
-        (["sweep", "two-moons", "--grid", "epochs=1,many"], "epochs expects a number, got 'many'"),
+        (["sweep", "two-moons", "--grid", "epochs=1,many"], "epochs expects a whole number, got 'many'"),
     ],
 )
 def test_bad_input_is_one_clear_line(
@@ -282,6 +282,8 @@ def test_grid_has_all_combinations_in_the_settings_types():
     assert found[0] == {"learning_rate": 1e-3, "epochs": 3, "bound": None}
     assert isinstance(found[0]["epochs"], int)
     assert combinations([]) == [{}]
+    assert combinations(["orthogonal=true,False", "projection=8,none"])[1] == {"orthogonal": True, "projection": None}
+    assert combinations(["geometry=layer,none"]) == [{"geometry": "layer"}, {"geometry": None}]
     assert combinations(["frozen=,0.*"]) == [{"frozen": ()}, {"frozen": ("0.*",)}]
 
 

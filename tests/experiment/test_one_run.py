@@ -300,8 +300,8 @@ def test_unknown_names_are_answered_with_help():
         Config.of("two-moons", "sgnp")
     with pytest.raises(ValueError, match="Unknown task"):
         Config.of("three-moons")
-    with pytest.raises(ValueError, match="Unknown settings: momentum"):
-        Config.of("two-moons", momentum=3)
+    with pytest.raises(ValueError, match="Unknown settings: nesterov"):
+        Config.of("two-moons", nesterov=3)
 
 
 def test_log_cut_short_by_a_kill_is_read(tmp_path: Path):
@@ -536,6 +536,17 @@ def test_shifted_sets_of_one_name_are_averaged(generator: torch.Generator):
     each = [METRICS["nll"](predictions[f"shifted/{n}"], shifted[n].tensors[1]) for n in shifted]
     assert metrics["nll/corrupted"] == pytest.approx((each[0] + each[1]) / 2)
     assert metrics["nll/new"] == pytest.approx(each[2])
+
+
+def test_a_task_with_an_output_for_ood_examples_counts_them_in_the_combined_nll(generator: torch.Generator):
+    task = TASKS["two-moons"](0)
+    task = dataclasses.replace(task, num_outputs=3, ood_label=2, grid=None)
+    sizes = {"val": len(task.val), "test": len(task.test), "ood/far": len(task.ood["far"])}
+    logits = {part: torch.randn(size, 3, generator=generator) for part, size in sizes.items()}
+    metrics = evaluate(task, {part: Prediction(z, probs=z.softmax(1)) for part, z in logits.items()})
+    loss_of_ood = -logits["ood/far"].log_softmax(1)[:, 2].mean()
+    share = sizes["test"] / (sizes["test"] + sizes["ood/far"])
+    assert metrics["nll/combined"] == pytest.approx(share * metrics["nll/clean"] + (1 - share) * float(loss_of_ood))
 
 
 def test_scores_that_lack_their_fields_are_left_out(generator: torch.Generator):

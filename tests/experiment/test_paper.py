@@ -168,7 +168,7 @@ def test_columns_are_the_papers_in_order_and_direction(label: str) -> None:
 
 def test_pairs_of_the_score_tables_are_the_papers() -> None:
     names = {
-        "Random Gaussian": "gaussian",
+        "Random Gaussian": "noise",
         "DTD": "dtd",
         "SVHN": "svhn",
         "CIFAR-10": "cifar10",

@@ -1,5 +1,6 @@
 """The training loop: schedules, optimisers, checkpoints."""
 
+import copy
 import dataclasses
 import math
 import os
@@ -11,9 +12,11 @@ from typing import IO
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import TensorDataset
 
+import afield
 from afield.backbones.resffn import ResFFN
 from afield.errors import DamagedRun
 from afield.experiment.checkpoint import read_checkpoint
@@ -189,7 +192,7 @@ def test_output_layer_has_its_own_rate_and_vectors_no_decay(moons: Task):
     settings = Settings(head_learning_rate=0.5, learning_rate=0.1, weight_decay=0.01, optimizer="sgd")
     for name, shapes in (("dnn", {(2, 16), (2,)}), ("sngp", {(2, 1024)})):
         model = METHODS[name].build(moons.backbone, 2, settings)
-        groups = make_optimizer(model, settings).param_groups
+        groups = make_optimizer(model, settings, num_examples=1000).param_groups
         at_head = {tuple(p.shape) for g in groups if g["lr"] == 0.5 for p in g["params"]}
         assert at_head == shapes
         assert sum(len(g["params"]) for g in groups) == len(list(model.parameters()))
@@ -200,10 +203,47 @@ def test_output_layer_has_its_own_rate_and_vectors_no_decay(moons: Task):
 def test_output_layer_has_its_own_decay(rate: float | None, moons: Task):
     settings = Settings(head_learning_rate=rate, learning_rate=0.1, weight_decay=0.01, head_weight_decay=0.0)
     model = METHODS["sngp"].build(moons.backbone, 2, settings)
-    groups = make_optimizer(model, settings).param_groups
+    groups = make_optimizer(model, settings, num_examples=1000).param_groups
     (head,) = [g for g in groups if tuple(g["params"][0].shape) == (2, 1024)]
     assert (head["lr"], head["weight_decay"], len(head["params"])) == (rate or 0.1, 0.0, 1)
     assert all(g["weight_decay"] == 0.01 for g in groups if g is not head and g["params"][0].dim() > 1)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam", "adamw"])
+def test_output_weights_of_a_gaussian_process_have_the_decay_of_their_prior(optimizer: str, moons: Task):
+    """One step with a gradient of zero from the data is one on the prior alone: (ridge / N) B."""
+    settings = Settings(optimizer=optimizer, weight_decay=0.01, ridge=2.0, num_random_features=8)
+    model = METHODS["sngp"].build(moons.backbone, 2, settings)
+    groups = make_optimizer(model, settings, num_examples=1000).param_groups
+    (head,) = [g for g in groups if g["params"][0] is model.head.weight]
+    assert head["weight_decay"] == 2.0 / 1000
+    assert not head.get("decoupled_weight_decay", False)  # it goes through the gradient, with adamw too
+    assert {g["weight_decay"] for g in groups if g is not head} == {0.0, 0.01}
+
+
+def test_the_map_of_the_output_weights_is_what_training_ends_at():
+    """On fixed features, gradient steps end where the log posterior has its maximum."""
+    torch.manual_seed(0)
+    h, y = torch.randn(200, 3), torch.randint(2, (200,))
+    net = nn.Sequential(nn.Identity(), nn.Linear(3, 2))
+    model = afield.sngp(net, None, num_random_features=8, length_scale=2.0, ridge=5.0, variance_features="same")
+    exact = copy.deepcopy(model)
+    afield.fit_head(exact, [(h, y)], progress=False)
+    settings = Settings(optimizer="sgd", learning_rate=2.0, weight_decay=1.0, schedule="constant")
+    optimizer = make_optimizer(model, settings, num_examples=200)
+    for _ in range(300):
+        optimizer.zero_grad()
+        F.cross_entropy(model(h), y).backward()
+        optimizer.step()
+    torch.testing.assert_close(model.head.weight, exact.head.weight, atol=1e-3, rtol=0.0)
+
+
+def test_real_targets_leave_the_decay_to_the_settings(moons: Task):
+    """The prior's would depend on a noise that is not known yet."""
+    settings = Settings(likelihood="gaussian", weight_decay=0.01, num_random_features=8)
+    model = METHODS["sngp"].build(moons.backbone, 1, settings)
+    groups = make_optimizer(model, settings, num_examples=1000).param_groups
+    assert {g["weight_decay"] for g in groups} == {0.0, 0.01}
 
 
 @pytest.mark.parametrize("name", ["dnn", "sngp"])

@@ -744,3 +744,13 @@ def test_options_are_keyword_only():
 
 def test_repr_shows_the_resolved_curvature():
     assert "likelihood='categorical', covariance='shared', curvature='unit', ridge=1" in repr(make())
+
+
+def test_a_head_has_a_predictive_of_its_own_that_a_call_can_change():
+    head, h = fitted(num_random_features=64, predictive="monte_carlo"), normal(20, 4)
+    by_default = head.predict(h, generator=seed(1))
+    assert by_default.members is not None
+    torch.testing.assert_close(by_default.probs, head.predict(h, predictive="monte_carlo", generator=seed(1)).probs)
+    assert head.predict(h, predictive="mean_field").members is None
+    with pytest.raises(ValueError, match="magic"):
+        make(predictive="magic")

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from sklearn.linear_model import LogisticRegression, Ridge
 from torch import Tensor, nn
@@ -65,8 +66,9 @@ def task_of(request: pytest.FixtureRequest) -> Callable[[str], Task]:
 
 
 def each(*slow: str) -> list[Any]:
-    """Every method; of each kind of cross, SNGP's is tested every time and the others with the slow tests."""
+    """Every method; of each kind of cross or variant, one is tested every time and the others with the slow tests."""
     crosses = [f"{base}-{what}" for base in ("dnn", "dnn-sn", "dnn-gp") for what in ("dropout", "ensemble", "augmix")]
+    crosses += ["dnn-gp-paper", *(n for n in METHODS if n.endswith("-temperature") and n != "dnn-temperature")]
     return [pytest.param(n, marks=pytest.mark.slow) if n in (*slow, *crosses) else n for n in METHODS]
 
 
@@ -98,7 +100,8 @@ def test_method_contract(name: str, task_of: Callable[[str], Task], tmp_path: Pa
 
     save_file(after, tmp_path / "model.safetensors")
     torch.manual_seed(1)
-    fresh = method.build(task.backbone, task.num_outputs, task.settings).eval()
+    settings = dataclasses.replace(task.settings, **method.settings)
+    fresh = method.build(task.backbone, task.num_outputs, settings).eval()
     fresh.load_state_dict(load_file(tmp_path / "model.safetensors"))
     assert_same(method.predict(fresh, x), prediction)
 
@@ -113,6 +116,20 @@ def test_seed_decides_the_model(name: str, task_of: Callable[[str], Task]):
     )
     torch.testing.assert_close(first, again, rtol=0, atol=0)
     assert torch.equal(first, other) == (name in ("gp-exact",))  # nothing random in it
+
+
+def test_the_papers_form_is_what_the_paper_says(two_moons: Task):
+    """Weights p*(1 - p*), one set of plain features, a length scale of 2, logits as they are."""
+    model = fit(two_moons, METHODS["sngp-paper"], epochs=3)
+    head, x = model.head, two_moons.train.tensors[0]
+    assert head.variance_features is None
+    assert (head.curvature, float(head.random_features.length_scale), float(head.logit_scale)) == ("likelihood", 2, 1)
+    directions = F.normalize(head.random_features.weight[:32])
+    assert float((directions @ directions.T - torch.eye(32)).abs().max()) > 0.1  # not orthogonal
+    top = model(x).softmax(-1).amax(-1).double()
+    phi = head.features(model.hidden(x)).double()
+    exact = (phi * (top * (1 - top))[:, None]).T @ phi
+    torch.testing.assert_close(head.precision.data[0], exact, rtol=1e-4, atol=1e-6)
 
 
 def test_every_method_of_the_paper_is_there():

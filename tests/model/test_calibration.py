@@ -17,7 +17,7 @@ import afield
 from afield.deploy.score_files import answers
 from afield.deploy.traced import chosen_alpha
 from afield.errors import NoBetterThanGuessing, NotFitted
-from afield.model.calibration import STANDARD_ERRORS, check_target
+from afield.model.calibration import STANDARD_ERRORS, check_target, cut_in_two
 from afield.model.posterior import downdate, update
 from afield.prediction.predictive import MEAN_FIELD_FACTOR, shrink
 from afield.prediction.risk_coverage import risk_coverage
@@ -178,6 +178,29 @@ def test_the_variance_keeps_its_say_where_the_held_out_loss_is_flat_in_it():
         assert float(difference.mean()) < (STANDARD_ERRORS + 1) * float(difference.std()) / 20
     assert min(shrinkage) > 0.09
     assert sum(s > 1 for s in shrinkage) >= 6
+
+
+def test_a_given_logit_scale_stays_and_the_amplitude_is_the_best_with_it():
+    """The paper's calibration: the amplitude alone, as a temperature."""
+    model, (x, y) = overconfident(), held_out(600)
+    found = afield.calibrate(model, [(x, y)], logit_scale=1.0)
+    assert found.logit_scale == float(model.head.logit_scale) == 1.0
+    rows, _ = cut_in_two(600)
+    mean, variance = model.head.posterior(x[rows])
+    losses = [F.cross_entropy(shrink(mean, f**2 * variance), y[rows]) for f in (0.5, 0.8, 1.0, 1.25, 2.0)]
+    assert int(torch.stack(losses).argmin()) == 2
+    free = afield.calibrate(model, [(x, y)])
+    assert free.logit_scale != 1.0
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, math.inf])
+def test_a_logit_scale_that_is_none_is_refused(value: float):
+    with pytest.raises(ValueError, match="logit_scale must be positive and finite"):
+        afield.calibrate(overconfident(), [held_out(60)], logit_scale=value)
+    gaussian = afield.attach(dense(1), likelihood="gaussian", num_random_features=16)
+    afield.fit_posterior(gaussian, [(normal(50, 4), normal(50, 1))])
+    with pytest.raises(ValueError, match="logit_scale is of classes, got a gaussian head"):
+        afield.calibrate(gaussian, [(normal(50, 4), normal(50, 1))], logit_scale=1.0)
 
 
 def test_far_away_a_calibrated_gaussian_process_knows_nothing():

@@ -277,7 +277,8 @@ def test_task_from_a_file(tmp_path: Path, tiny: Path, monkeypatch: pytest.Monkey
     monkeypatch.setenv("AFIELD_DATA", str(tmp_path))
     monkeypatch.setenv("AFIELD_ENCODER", str(tiny))
     task = RECIPE(0, "small")
-    assert (task.num_outputs, len(task.train), len(task.val), len(task.test)) == (3, 60, 30, 30)
+    assert (task.num_outputs, len(task.train), len(task.val), len(task.test)) == (4, 60, 30, 30)
+    assert task.ood_label == 3
     for part in (task.train, task.val, task.test):
         used = (part.tensors[0] != 0).sum(1)
         assert (used.diff() >= 0).all()  # in order of length
@@ -285,7 +286,7 @@ def test_task_from_a_file(tmp_path: Path, tiny: Path, monkeypatch: pytest.Monkey
     model = fit(task, METHODS["sngp"], epochs=2, num_random_features=64)
     prediction = METHODS["sngp"].predict(model, next(iter(batches(task.ood["oos"])))[0])
     assert prediction.probs is not None
-    assert prediction.probs.shape == (10, 3)
+    assert prediction.probs.shape == (10, 4)
     assert prediction.p_value is not None
 
 

@@ -1,9 +1,11 @@
 """Image tasks: files as published, what is cut from them, augmentation, and a short training from end to end."""
 
 import gzip
+import hashlib
 import io
 import os
 import pickle
+import shutil
 import struct
 import sys
 import tarfile
@@ -24,12 +26,14 @@ from afield.experiment.training import fit
 from afield.methods import METHODS
 from afield.tasks import cifar, fashion, imagenet
 from afield.tasks.corruptions import CORRUPTIONS, SEVERITIES, CorruptedSets, corrupt
+from afield.tasks.data import SOURCES
 from afield.tasks.image_files import ImageFiles, locate_images, read_square
 from afield.tasks.image_tensors import (
     crop_and_flip,
     first_per_class,
     noise,
     ood_from_environment,
+    read_pictures,
     split_train_val,
     to_tensor,
 )
@@ -39,6 +43,7 @@ from afield.tasks.task import Recipe
 from tests.conftest import data_file
 
 CIFAR10, CIFAR100 = cifar.cifar("cifar10", 10), cifar.cifar("cifar100", 100)
+CIFAR100_3K = cifar.cifar("cifar100-3k", 100)
 RNG = np.random.default_rng(0)
 
 
@@ -214,6 +219,28 @@ def test_published_files_make_a_task(recipe: Recipe, sizes: tuple[int, ...], fol
     assert task.train.tensors[0].dtype == torch.uint8
 
 
+@pytest.mark.parametrize("packed", [True, False])
+def test_textures_join_cifar10_from_their_published_tar_or_its_folder(packed: bool, folder: Path, monkeypatch):
+    published_cifar(folder)
+    pictures = folder / "dtd/images"
+    for name in ("banded/banded_0002.jpg", "waffled/waffled_0004.jpg", "waffled/waffled_0005.jpg"):
+        (pictures / name).parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(some(40, 48, 3)).save(pictures / name)
+    if packed:
+        file = folder / "dtd-r1.0.1.tar.gz"
+        with tarfile.open(file, "w:gz") as tar:
+            tar.add(folder / "dtd", "dtd")
+        shutil.rmtree(folder / "dtd")
+        with pytest.raises(DataDamaged, match=r"dtd-r1\.0\.1\.tar\.gz is not the published file: its md5 is"):
+            CIFAR10(0, "paper")
+        md5 = hashlib.md5(file.read_bytes()).hexdigest()
+        monkeypatch.setitem(SOURCES._entries, "dtd", SOURCES["dtd"]._replace(hash=f"md5:{md5}"))
+    textures = CIFAR10(0, "paper").ood["dtd"].tensors[0]
+    assert textures.shape == (3, 3, 32, 32)
+    assert len(read_pictures(folder.parent / "cache/afield/dtd" if packed else pictures, 32, most=2)) == 2
+    assert "dtd" not in CIFAR100(0, "paper").ood
+
+
 def test_published_corruptions_are_read_at_the_right_rows(folder: Path):
     test, rows = some(20, 32, 32, 3), np.array([3, 7, 19])
     (folder / "CIFAR-10-C").mkdir()
@@ -235,7 +262,8 @@ def test_published_corruptions_are_read_at_the_right_rows(folder: Path):
     ("recipe", "message"),
     [
         (CIFAR10, r"None of cifar-10-batches-py, images/cifar10_train20k\.npz was found.*toronto.*AFIELD_DOWNLOAD=1"),
-        (CIFAR100, r"None of cifar-100-python, images/cifar100_ood_dev3k\.npz was found.*holds cifar-100-python"),
+        (CIFAR100, r"cifar-100-python was not found.*toronto.*AFIELD_DOWNLOAD=1.*holds cifar-100-python"),
+        (CIFAR100_3K, r"images/cifar100_ood_dev3k\.npz was not found"),
         (fashion.RECIPE, r"None of FashionMNIST/raw/train-images-idx3-ubyte, .*fashion_mnist_30k_10k\.npz was found"),
         (imagenet.RECIPE, r"folder imagenet/train was not found; looked in .*image-net\.org.*set AFIELD_DATA"),
     ],
@@ -267,7 +295,7 @@ def test_fashion_reads_idx_files(folder: Path):
 
 
 @pytest.mark.parametrize("preset", ["smoke", pytest.param("small", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("recipe", [CIFAR10, CIFAR100, fashion.RECIPE], ids=["cifar10", "cifar100", "fashion"])
+@pytest.mark.parametrize("recipe", [CIFAR10, CIFAR100_3K, fashion.RECIPE], ids=["cifar10", "cifar100-3k", "fashion"])
 def test_image_task_contract(recipe: Recipe, preset: str, own_cache: Path):
     data_file("images/cifar10_train20k.npz")
     task, again, other = recipe(0, preset), recipe(0, preset), recipe(1, preset)
@@ -332,7 +360,7 @@ def test_published_corruptions_are_not_used_where_the_official_rows_are_unknown(
     (folder / "CIFAR-10-C").mkdir()
     (folder / "images").symlink_to(real)
     monkeypatch.setenv("AFIELD_DATA", str(folder))
-    assert CIFAR100(0, "smoke").shifted.published is None
+    assert CIFAR100_3K(0, "smoke").shifted.published is None
     shifted = CIFAR10(0, "smoke").shifted
     assert shifted.published == folder / "CIFAR-10-C"
     with np.load(real / "cifar10_test_dev5k.npz") as file:

@@ -24,7 +24,7 @@ _READS_AT_ONCE = 16
 class GenomicsCNN(nn.Module):
     """Codes (N, T), A0 C1 G2 T3 -> hidden vectors (N, dense)."""
 
-    def __init__(self, *, filters: int = 2000, width: int = 20, dense: int = 2000, dropout: float = 0.1) -> None:
+    def __init__(self, *, filters: int = 2000, width: int = 20, dense: int = 2000, dropout: float = 0.0) -> None:
         super().__init__()
         self.conv = nn.Conv1d(BASES, filters, width)
         self.dropout = nn.Dropout(dropout)

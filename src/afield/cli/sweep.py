@@ -12,12 +12,13 @@ A training that diverges is listed and left out. Trials are kept in an optuna st
 goes on, and in choice.json as a record.
 """
 
+import contextlib
 import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import tyro
 from rich.console import Console
@@ -26,7 +27,7 @@ from rich.table import Table
 from afield.cli.progress import show_progress
 from afield.errors import Diverged
 from afield.experiment import run_folder
-from afield.experiment.config import Config
+from afield.experiment.config import Config, describe_type, is_of
 from afield.experiment.evaluation import evaluate_targets, targets
 from afield.experiment.many_runs import run_all
 from afield.experiment.model_folder import open_model
@@ -152,13 +153,13 @@ def _run_grid(command: Sweep, configs: Mapping[str, Config], folder: Path, conso
 
 def combinations(grid: Sequence[str]) -> list[Changes]:
     """All combinations of name=value,value,... as settings."""
-    known = {f.name: getattr(Settings(), f.name) for f in fields(Settings)}
+    known = {f.name for f in fields(Settings)}
     axes: dict[str, list[Any]] = {}
     for text in grid:
         name, _, values = text.replace("-", "_", text.split("=")[0].count("-")).partition("=")
         if name not in known or name == "amplitude":
             raise ValueError(f"A sweep's grid expects NAME=VALUE,VALUE with a name of docs/settings.md, got {text!r}.")
-        axes[name] = [_parse_value(name, value, known[name]) for value in values.split(",")]
+        axes[name] = [_parse_value(name, value) for value in values.split(",")]
     return [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
 
 
@@ -256,15 +257,14 @@ def _format(value: Any) -> str:
     return ("+".join(value) or "none") if isinstance(value, tuple) else str(value)
 
 
-def _parse_value(name: str, text: str, default: Any) -> Any:
-    """A value in the type of the setting, which is that of its default."""
-    try:
-        if isinstance(default, int):
-            return int(text)
-        if isinstance(default, str):
-            return text
-        if isinstance(default, tuple):
-            return (text,) if text else ()
-        return None if text.lower() == "none" else float(text)
-    except ValueError:
-        raise ValueError(f"The setting {name} expects a number, got {text!r}.") from None
+def _parse_value(name: str, text: str) -> Any:
+    """A value of the setting: the first reading of the text that is of its type."""
+    kind = get_type_hints(Settings)[name]
+    readings: list[Any] = [{"none": None, "true": True, "false": False}.get(text.lower(), text)]
+    for read in (float, int, lambda text: (text,) if text else ()):
+        with contextlib.suppress(ValueError):
+            readings.append(read(text))
+    fitting = [value for value in readings if is_of(value, kind)]
+    if not fitting:
+        raise ValueError(f"The setting {name} expects {describe_type(kind)}, got {text!r}.")
+    return fitting[0]

@@ -195,6 +195,7 @@ class SNGPEstimator(Fitted):
             learning_rate=self.learning_rate,
             head_learning_rate=self.head_learning_rate,
             weight_decay=self.weight_decay,
+            head_weight_decay=self.weight_decay,
         )
         return Training(
             settings,

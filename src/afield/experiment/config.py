@@ -41,7 +41,7 @@ class Config:
     def of(task: str, method: str = "sngp", *, preset: str = "small", **changes: Any) -> "Config":
         """The task's own settings under a preset, with `changes` to them; also seed, data_seed and blind."""
         own = {name: changes.pop(name) for name in ("seed", "data_seed", "blind") if name in changes}
-        settings = _change(TASKS[task].settings_for(preset, method), changes)
+        settings = _change(TASKS[task].settings_for(preset, method, METHODS[method].settings), changes)
         return Config(task, method, **own, preset=preset, settings=settings)
 
     @staticmethod
@@ -91,10 +91,10 @@ class Config:
         return replace(self, method=_name_of(method.trained_as))
 
 
-_AT_LEAST_ONE = ("epochs", "batch_size", "num_random_features", "members")
-_POSITIVE = ("learning_rate", "head_learning_rate", "bound", "length_scale", "ridge", "amplitude")
+_AT_LEAST_ONE = ("epochs", "batch_size", "num_random_features", "members", "projection")
+_POSITIVE = ("learning_rate", "head_learning_rate", "bound", "length_scale", "ridge", "amplitude", "logit_scale")
 _NOT_NEGATIVE = ("weight_decay", "head_weight_decay")
-_RATES = ("warmup", "word_dropout", "dropout")
+_RATES = ("warmup", "word_dropout", "dropout", "momentum")
 _TYPES = get_type_hints(Settings)
 _OPTIONAL = {f.name for f in fields(Settings) if "None" in str(f.type)}
 
@@ -103,8 +103,8 @@ def _check_settings(settings: Settings) -> None:
     """Every value is of its type and in its range, or an error that names it."""
     for name, kind in _TYPES.items():
         value = getattr(settings, name)
-        if not _is_of(value, kind):
-            raise ValueError(f"{name} expects {_describe(kind)}, got {value!r}.")
+        if not is_of(value, kind):
+            raise ValueError(f"{name} expects {describe_type(kind)}, got {value!r}.")
         if value is None or isinstance(value, str | tuple):
             continue
         if name in _AT_LEAST_ONE and value < 1:
@@ -117,26 +117,28 @@ def _check_settings(settings: Settings) -> None:
             raise ValueError(f"{name} must lie between 0 and 1, got {value}.")
 
 
-def _is_of(value: Any, kind: Any) -> bool:
+def is_of(value: Any, kind: Any) -> bool:
+    """Whether a value is of the type of a setting; a whole number will do for a number."""
     if get_origin(kind) is Literal:
         return value in get_args(kind)
     if get_origin(kind) is tuple:
         return isinstance(value, tuple) and all(isinstance(each, str) for each in value)
     if options := get_args(kind):  # such as float | None
-        return any(_is_of(value, option) for option in options)
+        return any(is_of(value, option) for option in options)
     if kind is float:
         return isinstance(value, float | int) and not isinstance(value, bool)
     return isinstance(value, kind) and not (kind is int and isinstance(value, bool))
 
 
-def _describe(kind: Any) -> str:
+def describe_type(kind: Any) -> str:
+    """What values a setting takes, in words for a message."""
     if get_origin(kind) is Literal:
         return f"one of {', '.join(map(str, get_args(kind)))}"
     if get_origin(kind) is tuple:
         return "a list of names"
     if options := get_args(kind):
-        return " or ".join(map(_describe, options))
-    return {int: "a whole number", float: "a number"}.get(kind, "nothing")
+        return " or ".join(map(describe_type, options))
+    return {int: "a whole number", float: "a number", bool: "true or false", str: "a name"}.get(kind, "nothing")
 
 
 def list_folders(configs: Iterable[Config]) -> str:

@@ -2,6 +2,7 @@
 
 accuracy/clean                  a metric on the test set; /val on validation data; /NAME the mean over the shifted
                                 sets NAME or NAME/..., as accuracy/corrupted
+nll/combined                    of test and OOD sets together, where the task has an output for OOD (CLINC)
 auroc/OOD                       in-domain test set against an OOD set, by max_probability (paper), by the variance
                                 for real targets; auroc/OOD/SCORE by another score
 confidence/OOD                  mean confidence on an OOD set
@@ -58,6 +59,8 @@ def _evaluate_test(
         metrics |= {name: fmean(each[name] for each in sets) for name in sets[0]}
     for name in task.ood:
         metrics |= evaluate_ood(predictions["test"], predictions[f"ood/{name}"], name, fitted)
+    if task.ood_label is not None:
+        metrics[str(MetricName("nll", "combined"))] = _combined_nll(task, predictions, task.ood_label)
     if task.grid is not None and task.ood:
         metrics[str(MetricName("spearman", "distance"))] = _distance_correlation(task, predictions)
     return metrics
@@ -145,6 +148,13 @@ def targets(data: Any) -> Tensor:
 def _rejected(prediction: Prediction) -> float:
     """The part of the examples that p-values reject."""
     return 1 - float(prediction.accept(ALPHA).double().mean())
+
+
+def _combined_nll(task: Task, predictions: Mapping[str, Prediction], ood_label: int) -> float:
+    """The log loss of the test set and of all OOD sets, whose examples count as of one more class."""
+    ood = [predictions[f"ood/{name}"] for name in task.ood]
+    target = [targets(task.test), *(torch.full((len(p),), ood_label) for p in ood)]
+    return METRICS["nll"](Prediction.cat([predictions["test"], *ood]), torch.cat(target))
 
 
 def _distance_correlation(task: Task, predictions: Mapping[str, Prediction]) -> float:

@@ -191,7 +191,7 @@ TABLES["genomics"] = _table(
     "genomics",
     "1D CNN on bacteria genomics",
     "genomics",
-    "accuracy ece nll auroc/ood aupr/ood",
+    "accuracy ece nll auroc/genera aupr/genera",
     """
 DNN                  | 84.40±.390 .049±.007 .487±.007 .640±.005 .609±.005
 DNN-SN               | 85.56±.150 .025±.003 .422±.004 .658±.006 .625±.005
@@ -319,10 +319,10 @@ SNGP   | .846±.019 .894±.020 .533±.039 .712±.021
 """,
 )
 
-TABLES["cifar10-scores-gaussian"] = _scores(
+TABLES["cifar10-scores-noise"] = _scores(
     "CIFAR-10 vs Random Gaussian",
     "cifar10",
-    "gaussian",
+    "noise",
     """
 DNN    | .981±.014 .990±.008 1.000±.000 .990±.007
 DNN-SN | .976±.013 .996±.003 1.000±.000 .983±.013

@@ -10,14 +10,17 @@ from afield.methods import METHODS
 from afield.registry import Registry
 from afield.tasks import uci
 
-SINGLE = ("dnn", "dnn-sn", "dnn-gp", "sngp", "dnn-temperature")  # the last has the weights of the first
+FOUR = ("dnn", "dnn-sn", "dnn-gp", "sngp")
+TEMPERATURE = ("dnn-temperature", "dnn-sn-temperature")  # with the weights of dnn and dnn-sn
+PAPER_FORM = ("dnn-gp-paper", "sngp-paper")
+SINGLE = (*FOUR, *TEMPERATURE, *PAPER_FORM)
 FIGURE_1D = ("gp-exact", "gp-random-features", "gp-variational")
 FIGURE_2D = ("gp-hmc", "deep-ensemble", "mc-dropout", "dnn-gp", "sngp")
 LANDSCAPE = ("dnn-gp-dropout", "sngp-dropout", "dnn-gp-ensemble", "sngp-ensemble")
 
 ROWS = (*SINGLE, "mc-dropout", "deep-ensemble", "sngp-ensemble")
-CIFAR_ROWS = ("isomax-plus", "duq-gp", *ROWS)
-FROZEN = ("frozen-dnn", "frozen-attach", "frozen-gp")
+CIFAR_ROWS = ("isomax-plus", "isomax-plus-temperature", "duq-gp", *ROWS)
+FROZEN = ("frozen-dnn", "frozen-dnn-temperature", "frozen-attach", "frozen-gp")
 CROSSES = tuple(
     METHOD_OF[f"{base} + {what}"]
     for what in ("Dropout", "Ensemble", "AugMix")
@@ -80,9 +83,19 @@ SUITES["toy"] = Suite(
     {
         "toy-regression": FIGURE_1D,
         "two-moons": tuple(
-            dict.fromkeys((*FIGURE_2D, *SINGLE, "gp-random-features", "duq-gp", "isomax-plus", *LANDSCAPE))
+            dict.fromkeys(
+                (
+                    *FIGURE_2D,
+                    *SINGLE,
+                    "gp-random-features",
+                    "duq-gp",
+                    "isomax-plus",
+                    "isomax-plus-temperature",
+                    *LANDSCAPE,
+                )
+            )
         ),
-        "two-ovals": tuple(dict.fromkeys((*FIGURE_2D, "dnn", "dnn-temperature"))),
+        "two-ovals": tuple(dict.fromkeys((*FIGURE_2D, *SINGLE))),
     },
     {"smoke": 1, "small": 3, "paper": 10},
 )
@@ -91,8 +104,10 @@ SUITES["cifar10"] = _table(
     "cifar10", "CIFAR-10 (paper: tables cifar10, cifar10-abl and cifar-ood)", (*CIFAR_ROWS, *CROSSES)
 )
 SUITES["cifar100"] = _table("cifar100", "CIFAR-100 (paper: tables cifar100 and cifar100-abl)", (*CIFAR_ROWS, *CROSSES))
+SUITES["cifar100-3k"] = _table("cifar100-3k", "CIFAR-100 on the 3,000 images at hand", (*CIFAR_ROWS, *CROSSES))
 SUITES["imagenet"] = _table("imagenet", "ImageNet (paper: table imagenet)", ROWS)
 SUITES["genomics"] = _table("genomics", "Bacteria (paper: table genomics)", ROWS)
+SUITES["genomics-ren2019"] = _table("genomics-ren2019", "Bacteria, the published example of 1,001 reads", ROWS)
 SUITES["fashion"] = _table("fashion", "Fashion-MNIST, all crosses", (*SINGLE, *CROSSES))
 SUITES["uci"] = Suite(
     "Regression on UCI sets, a split for every seed",

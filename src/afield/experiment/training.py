@@ -32,6 +32,8 @@ from torch.utils.data import (
 from afield.errors import Diverged
 from afield.experiment import distributed
 from afield.experiment.checkpoint import load_checkpoint, save_checkpoint
+from afield.gp.head import GaussianProcessHead
+from afield.gp.likelihoods import LIKELIHOODS
 from afield.methods import Method
 from afield.methods.method import Model, unchanged
 from afield.model.batches import device_of
@@ -65,7 +67,7 @@ def fit(
     fabric      a launched Fabric, on each of its processes; None: this process alone, on the CPU
     changes     to the task's `Settings`, such as epochs=10
     """
-    settings = replace(task.settings, **changes)
+    settings = replace(task.settings, **{**method.settings, **changes})
     rank, world = distributed.rank_and_world(fabric)
     if world > 1 and method.loss is None:
         raise ValueError(
@@ -123,7 +125,8 @@ def train(
     backward: Any = Tensor.backward
     if fabric is not None:
         loss_of, backward = fabric.setup_module(loss_of), fabric.backward
-    optimizer = make_optimizer(model, settings, fused=not distributed.is_sharded(fabric))
+    num_examples, fused = len(loader.dataset), not distributed.is_sharded(fabric)  # type: ignore[arg-type]
+    optimizer = make_optimizer(model, settings, num_examples=num_examples, fused=fused)
     decay = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule(settings, settings.epochs * len(loader)))
     stepper: Any = optimizer if fabric is None else fabric.setup_optimizers(optimizer)
     parts = {"model": model, "optimizer": optimizer, "decay": decay}
@@ -167,26 +170,44 @@ def freeze(model: nn.Module, names: Iterable[str]) -> None:
             parameter.requires_grad_(False)
 
 
-def make_optimizer(model: nn.Module, settings: Settings, *, fused: bool = True) -> torch.optim.Optimizer:
+def make_optimizer(
+    model: nn.Module, settings: Settings, *, num_examples: int, fused: bool = True
+) -> torch.optim.Optimizer:
     """The optimizer that the settings name.
 
-    The output layer, which is the last child of the model, can have its own learning rate and weight decay. Biases and
-    other vectors have no decay.
+    The output layer, which is the last child of the model, can have its own learning rate and weight decay. The output
+    weights of a Gaussian process have the decay of their prior, unless the settings give another. Biases and other
+    vectors have no decay.
 
-    fused  update all parameters by one kernel, which is faster; sharded parameters have none
+    num_examples  in an epoch
+    fused         update all parameters by one kernel, which is faster; sharded parameters have none
     """
+    prior = prior_decay(model, num_examples) if settings.head_weight_decay is None else None
+    given = settings.head_learning_rate, settings.head_weight_decay if prior is None else prior
     of_body = settings.learning_rate, settings.weight_decay
-    given = settings.head_learning_rate, settings.head_weight_decay
     of_head = tuple(body if own is None else own for own, body in zip(given, of_body, strict=True))
     head = set() if given == (None, None) else _output_parameters(model)
-    groups = []
-    for in_head, (rate, decay) in ((False, of_body), (True, of_head)):
-        groups += decay_matrices([p for p in model.parameters() if (id(p) in head) == in_head], rate, decay)
-    groups = [group for group in groups if group["params"]]
+    parts = [[p for p in model.parameters() if (id(p) in head) == in_head] for in_head in (False, True)]
+    last = decay_matrices(parts[1], *of_head)
+    if prior is not None and settings.optimizer == "adamw":  # a prior is part of the loss, so of the gradient
+        last = [{**group, "decoupled_weight_decay": False} for group in last]
+    groups = [group for group in (*decay_matrices(parts[0], *of_body), *last) if group["params"]]
     if settings.optimizer == "sgd":
         return torch.optim.SGD(groups, lr=settings.learning_rate, momentum=0.9, nesterov=True, fused=fused or None)
     kind = torch.optim.AdamW if settings.optimizer == "adamw" else torch.optim.Adam
     return kind(groups, lr=settings.learning_rate, fused=fused or None)
+
+
+def prior_decay(model: nn.Module, num_examples: int) -> float | None:
+    """ridge / N, the decay that the prior of a Gaussian process's output weights is; None where there is none to know.
+
+    The prior N(0, I / ridge) adds ridge |B|^2 / (2 N) to a mean negative log-likelihood. Of real targets the loss is
+    half the squared error, and the decay would be ridge noise / N, with a noise that is not known before the end.
+    """
+    heads = [m for m in model.modules() if isinstance(m, GaussianProcessHead) and m.mean is None]
+    if not heads or LIKELIHOODS[heads[0].likelihood].noisy:
+        return None
+    return float(heads[0].ridge) / num_examples
 
 
 def schedule(settings: Settings, steps: int) -> Callable[[int], float]:

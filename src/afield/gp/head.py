@@ -51,6 +51,7 @@ class GaussianProcessHead(HeadState):
     mean                 a trained output layer to keep as f; there are then no output weights to train
     variance_features    "same" as the mean's, "own", or "auto": own for classification. A mapping has options of
                          `RandomFeatures` for own ones
+    predictive           how the posterior makes probabilities: a name of `afield.predictive.PREDICTIVES`
     features             options of `RandomFeatures`: num_random_features, length_scale, kernel, orthogonal, geometry,
                          projection, generator. With `mean` they are those of the variance
 
@@ -72,6 +73,7 @@ class GaussianProcessHead(HeadState):
         constant: bool = False,
         mean: nn.Module | None = None,
         variance_features: str | Mapping[str, Any] = "same",
+        predictive: str = "mean_field",
         **features: Any,
     ) -> None:
         super().__init__()
@@ -81,7 +83,7 @@ class GaussianProcessHead(HeadState):
         if not allowed.fewest <= out_features <= allowed.most:
             raise ValueError(f"A {likelihood} head expects {allowed.words}, got out_features={out_features}.")
         self.in_features, self.out_features = in_features, out_features
-        self.likelihood, self.covariance = likelihood, covariance
+        self.likelihood, self.covariance, self.predictive = likelihood, covariance, PREDICTIVES.check(predictive)
         self.curvature = choose_curvature(curvature, likelihood, covariance)
         if mean is not None:
             features = {"grow": True, **features}
@@ -183,12 +185,15 @@ class GaussianProcessHead(HeadState):
         self,
         h: Tensor,
         *,
-        predictive: str = "mean_field",
+        predictive: str | None = None,
         num_samples: int = 100,
         generator: torch.Generator | None = None,
     ) -> Prediction:
-        """The `Prediction` for hidden vectors h; its logits are s f, s the calibrated logit scale."""
-        PREDICTIVES.check(predictive)
+        """The `Prediction` for hidden vectors h; its logits are s f, s the calibrated logit scale.
+
+        predictive  None: the head's own
+        """
+        predictive = PREDICTIVES.check(predictive or self.predictive)
         head = self if torch.compiler.is_compiling() else self.snapshot()
         mean, variance = head.posterior(h)
         return head.prediction(mean, variance, head.join(mean, variance, h), h, predictive, num_samples, generator)
@@ -199,7 +204,7 @@ class GaussianProcessHead(HeadState):
         variance: Tensor,
         joined: Tensor | None = None,
         h: Tensor | None = None,
-        predictive: str = "mean_field",
+        predictive: str | None = None,
         num_samples: int = 100,
         generator: torch.Generator | None = None,
     ) -> Prediction:
@@ -207,7 +212,7 @@ class GaussianProcessHead(HeadState):
         likelihood = LIKELIHOODS[self.likelihood]
         if likelihood.of_classes:
             logits = self.logit_scale * mean
-            probs, members = PREDICTIVES[predictive](logits, variance, num_samples, generator)
+            probs, members = PREDICTIVES[predictive or self.predictive](logits, variance, num_samples, generator)
             prediction = Prediction(logits, variance, probs, members, h, joined=joined, likelihood=self.likelihood)
         else:
             noise = float(self.noise) if likelihood.noisy else None

@@ -7,7 +7,7 @@ from afield.methods.dense import dense
 from afield.methods.dropout import mc_dropout
 from afield.methods.ensemble import ensemble
 from afield.methods.frozen import frozen_attach, frozen_dense, frozen_gp
-from afield.methods.gp import gaussian_process
+from afield.methods.gp import PAPER_FORM, gaussian_process
 from afield.methods.gp_exact import gp_exact
 from afield.methods.gp_hmc import gp_hmc
 from afield.methods.gp_random_features import gp_random_features
@@ -22,10 +22,14 @@ METHODS: Registry[Method[Any]] = Registry("method")
 METHODS["dnn"] = dense()
 METHODS["dnn-temperature"] = with_temperature(METHODS["dnn"])
 METHODS["dnn-sn"] = dense(bounded=True)
+METHODS["dnn-sn-temperature"] = with_temperature(METHODS["dnn-sn"])
 METHODS["dnn-gp"] = gaussian_process()
 METHODS["sngp"] = gaussian_process(bounded=True)
+METHODS["dnn-gp-paper"] = gaussian_process(settings=PAPER_FORM)
+METHODS["sngp-paper"] = gaussian_process(bounded=True, settings=PAPER_FORM)
 METHODS["duq-gp"] = gradient_penalty(METHODS["dnn-gp"])
 METHODS["isomax-plus"] = isomax_plus()
+METHODS["isomax-plus-temperature"] = with_temperature(METHODS["isomax-plus"])
 METHODS["mc-dropout"] = mc_dropout(METHODS["dnn"])
 METHODS["dnn-sn-dropout"] = mc_dropout(METHODS["dnn-sn"])
 METHODS["dnn-gp-dropout"] = mc_dropout(METHODS["dnn-gp"])
@@ -39,6 +43,7 @@ METHODS["dnn-sn-augmix"] = augmix(METHODS["dnn-sn"])
 METHODS["dnn-gp-augmix"] = augmix(METHODS["dnn-gp"])
 METHODS["sngp-augmix"] = augmix(METHODS["sngp"])
 METHODS["frozen-dnn"] = frozen_dense()
+METHODS["frozen-dnn-temperature"] = with_temperature(METHODS["frozen-dnn"])
 METHODS["frozen-attach"] = frozen_attach()
 METHODS["frozen-gp"] = frozen_gp()
 METHODS["gp-exact"] = gp_exact()

@@ -87,6 +87,7 @@ def ensemble(method: Method[Model], size: int | None = None) -> Method[nn.Module
         method.transform,
         members=Members(method, size),
         calibrate=calibrate,
+        settings=method.settings,
     )
 
 

@@ -1,12 +1,19 @@
-"""Gaussian-process output layer: `dnn-gp`, and `sngp` with bounded hidden layers."""
+"""Gaussian-process output layer: `dnn-gp`, and `sngp` with bounded hidden layers.
 
-from collections.abc import Iterable
+`dnn-gp-paper` and `sngp-paper` are the same in the paper's form: weights p*(1 - p*) in the posterior, a length scale of
+2, plain random features, one set of them for mean and variance, and the amplitude alone chosen by validation NLL.
+"""
+
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 
+import torch
 from torch import nn
 
 from afield.methods.dense import Dense, bound_rules
 from afield.methods.method import BackboneFactory, Method
+from afield.model.batches import device_of
 from afield.model.calibration import calibrate
 from afield.model.convert import sngp
 from afield.model.posterior import fit_posterior
@@ -14,28 +21,59 @@ from afield.model.sngp_model import SNGP
 from afield.prediction.prediction import Prediction
 from afield.settings import Settings
 
-_OF_HEAD = ("likelihood", "num_random_features", "length_scale", "ridge", "covariance", "curvature")
+_OF_FEATURES = ("num_random_features", "kernel", "orthogonal", "geometry", "projection", "length_scale")
+_OF_HEAD = (
+    *_OF_FEATURES,
+    "likelihood",
+    "ridge",
+    "covariance",
+    "curvature",
+    "momentum",
+    "variance_features",
+    "predictive",
+)
+PAPER_FORM = MappingProxyType(
+    {
+        "curvature": "likelihood",
+        "length_scale": 2.0,
+        "orthogonal": False,
+        "variance_features": "same",
+        "logit_scale": 1.0,
+        "score": "max_probability",
+    }
+)
+"""Settings under which a Gaussian process is the paper's."""
 
 
-def gaussian_process(*, bounded: bool = False) -> Method[SNGP]:
-    """A network with a Gaussian-process output layer; `bounded`: hidden layers have the settings' bound."""
+def gaussian_process(*, bounded: bool = False, settings: Mapping[str, Any] = MappingProxyType({})) -> Method[SNGP]:
+    """A network with a Gaussian-process output layer.
+
+    bounded   hidden layers have the settings' bound
+    settings  that it has unless others are given
+    """
 
     def build(backbone: BackboneFactory, num_outputs: int, settings: Settings = Settings(), /) -> SNGP:
         net = Dense(backbone, num_outputs, settings)
         return sngp(nn.Sequential(*net), bound_rules(settings) if bounded else None, **of_head(settings))
 
-    return Method(build, predict_gp, finish=_finish)
+    return Method(build, predict_gp, finish=_finish, settings=settings)
 
 
 def of_head(settings: Settings) -> dict[str, Any]:
-    """The settings that are options of the head."""
-    return {name: getattr(settings, name) for name in _OF_HEAD}
+    """The settings that are options of the head; None leaves an option as it is."""
+    return {name: value for name in _OF_HEAD if (value := getattr(settings, name)) is not None}
+
+
+def of_calibration(settings: Settings) -> dict[str, Any]:
+    """The settings that are options of `afield.calibrate`."""
+    return {"amplitude": settings.amplitude, "logit_scale": settings.logit_scale, "score": settings.score}
 
 
 def _finish(model: SNGP, train: Iterable[Any], val: Iterable[Any], settings: Settings = Settings(), /) -> None:
     fit_posterior(model, train, progress=False)
-    calibrate(model, val, amplitude=settings.amplitude, progress=False)
+    calibrate(model, val, **of_calibration(settings), progress=False)
 
 
 def predict_gp(model: SNGP, x: Any) -> Prediction:
-    return model.predict(x)
+    device = device_of(model) or torch.device("cpu")
+    return model.predict(x, generator=torch.Generator(device).manual_seed(0))  # of Monte Carlo, where it is asked for

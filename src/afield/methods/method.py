@@ -1,7 +1,7 @@
 """What a method is: a value made of functions. Variants are made by functions that take a method and return one."""
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
 from torch import Tensor, nn
@@ -85,6 +85,7 @@ class Method(Generic[Model]):
     hidden      as `predict`, where only the hidden vectors of a prediction count; None: `predict`
     calibrate   model, validation batches, settings: the last step of `finish`, which `trained_as` lacks, or None
     own_dropout  whether a rate of dropout in the settings makes the training another one
+    settings    that it has unless others are given
     """
 
     build: Build[Model]
@@ -97,3 +98,4 @@ class Method(Generic[Model]):
     hidden: Predict[Model] | None = None
     calibrate: Calibrate[Model] | None = None
     own_dropout: bool = False
+    settings: Mapping[str, Any] = field(default_factory=dict)

@@ -48,6 +48,7 @@ _DECADES = 3.0  # from its start to either side, in which the nuisance parameter
 # a^2 pi/8 times the median variance, for classes: beyond 10 the shrinkage has its limiting shape, where a larger
 # amplitude with a larger scale gives the same probabilities.
 _RELATIVE_GRID = np.logspace(-1, 1, 25)
+_WIDE_GRID = np.logspace(-4, 2, 49)  # the same where the logit scale is given: there the amplitude does its work
 _ABSOLUTE_GRID = np.logspace(-4, 4, 33)
 _COARSE, _FINE = 0.03, 0.003  # of the logarithm: to compare amplitudes, and for the one that is chosen
 _CACHED = 2**18  # numbers that the processor's cache holds
@@ -112,6 +113,7 @@ def calibrate(
     inputs: Inputs = None,
     weights: Tensor | None = None,
     amplitude: float | None = None,
+    logit_scale: float | None = None,
     score: str | None = None,
     per_class: bool = False,
     fit_fraction: float | None = None,
@@ -127,6 +129,8 @@ def calibrate(
     weights       (N,) of the examples, in the order of the loader: in the loss, one of weight w counts as w examples;
                   p-values compare with examples, each of which counts once
     amplitude     a positive number to keep, instead of the fitted one
+    logit_scale   the same of a classifier's logits. The log loss then sees the amplitude, which does the work of a
+                  temperature, and the best one is taken: with 1 this is the paper's calibration
     score         name of the score in `afield.scores.SCORES` that p-values shall rest on, and that `Prediction.score`
                   gives by default; None: joined for classes, variance otherwise
     per_class     compare a row with reference rows of the same predicted class, so that no class is refused more often
@@ -141,8 +145,11 @@ def calibrate(
     head = model.head
     if not head.precision.fitted:
         raise NotFitted("The posterior is not fitted: call afield.fit_posterior(model, train_loader) before calibrate.")
-    if amplitude is not None and not 0 < amplitude < math.inf:
-        raise ValueError(f"amplitude must be positive and finite, got {amplitude}.")
+    for name, value in (("amplitude", amplitude), ("logit_scale", logit_scale)):
+        if value is not None and not 0 < value < math.inf:
+            raise ValueError(f"{name} must be positive and finite, got {value}.")
+    if logit_scale is not None and not LIKELIHOODS[head.likelihood].of_classes:
+        raise ValueError(f"logit_scale is of classes, got a {head.likelihood} head: leave it out.")
     if fit_fraction is not None and not 0 < fit_fraction < 1:
         raise ValueError(f"fit_fraction must lie strictly between 0 and 1, got {fit_fraction}.")
     if per_class and not LIKELIHOODS[head.likelihood].of_classes:
@@ -171,11 +178,14 @@ def calibrate(
         of_parameters = fit_fraction or (fraction if per_class else FIT_FRACTION)
         fit = cut_in_two(hidden.shape[0], of_parameters, seed)[0].to(hidden.device)
         objective = _objective(head, hidden[fit], y[fit], None if weight is None else weight[fit])
+        if logit_scale is not None:
+            objective = _with_scale(objective, logit_scale)
         if amplitude is not None:
             objective = dataclasses.replace(objective, grid=np.array([amplitude**2]))
         current = float(head.noise if likelihood.noisy else head.logit_scale)
         before = float(objective.mean(objective.loss(current, float(head.amplitude) ** 2)))
-        nuisance, amplitude, after = choose(objective, largest=likelihood.of_classes)
+        errors = STANDARD_ERRORS if logit_scale is None else 0.0
+        nuisance, amplitude, after = choose(objective, largest=likelihood.of_classes, standard_errors=errors)
         fitted = {} if likelihood.calibrated is None else {likelihood.calibrated: nuisance}
         head.set_scalars(amplitude=amplitude, **fitted)
         if likelihood.noisy and _raise_noise(head, hidden[fit]):
@@ -206,7 +216,9 @@ def cut_in_two(count: int, fit_fraction: float = FIT_FRACTION, seed: int = 0) ->
     return order[:cut], order[cut:]
 
 
-def choose(objective: Objective, *, largest: bool) -> tuple[float, float, float]:
+def choose(
+    objective: Objective, *, largest: bool, standard_errors: float = STANDARD_ERRORS
+) -> tuple[float, float, float]:
     """The nuisance parameter, the amplitude and the mean loss that the module docstring's rule picks."""
     grid = objective.grid
     nuisance: list[float] = []
@@ -219,7 +231,7 @@ def choose(objective: Objective, *, largest: bool) -> tuple[float, float, float]
     best = int(mean.argmin())
     difference = losses - losses[best]
     error = objective.standard_error(difference)
-    allowed = torch.nonzero(objective.mean(difference) <= STANDARD_ERRORS * error + 1e-12).flatten().tolist()
+    allowed = torch.nonzero(objective.mean(difference) <= standard_errors * error + 1e-12).flatten().tolist()
     pick = max(allowed) if largest else min(allowed, key=lambda i: abs(math.log(grid[i])))
     settled = _minimize(objective, grid[pick], guess=nuisance[pick], step=_FINE)
     return settled, math.sqrt(grid[pick]), float(objective.mean(objective.loss(settled, grid[pick])))
@@ -322,6 +334,12 @@ def class_objective(
         return 0.5 * math.log(s / math.sqrt(1 + a2 * middle)) ** 2
 
     return Objective(loss, _RELATIVE_GRID / middle, 1.0, weight, mean, prior)
+
+
+def _with_scale(objective: Objective, scale: float) -> Objective:
+    """With one scale of the logits, whatever the amplitude."""
+    grid, loss = objective.grid[0] / _RELATIVE_GRID[0] * _WIDE_GRID, objective.loss
+    return Objective(lambda _, a2: loss(scale, a2), grid, scale, objective.weight, objective.outputs)
 
 
 def _shared_loss(mean: Tensor, variance: Tensor, target: Tensor) -> Callable[[float, float], Tensor]:

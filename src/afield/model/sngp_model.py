@@ -92,7 +92,7 @@ class SNGP(nn.Module):
     def predict(
         self,
         *args: Any,
-        predictive: str = "mean_field",
+        predictive: str | None = None,
         num_samples: int = 100,
         generator: torch.Generator | None = None,
         **kwargs: Any,

@@ -19,7 +19,10 @@ from afield.experiment.run_folder import Run
 from afield.prediction.prediction import Prediction
 
 FAMILIES = ("single", "augmix", "dropout", "ensemble", "gp")
-BASES = ("dnn", "dnn-temperature", "isomax-plus", "dnn-sn", "duq-gp", "dnn-gp", "sngp")
+BASES = (
+    *("dnn", "dnn-temperature", "isomax-plus", "isomax-plus-temperature", "dnn-sn", "dnn-sn-temperature"),
+    *("duq-gp", "dnn-gp-paper", "sngp-paper", "dnn-gp", "sngp"),
+)
 _SEEDS = ("seed", "data_seed")
 _LONG_NAMES = {"mc-dropout": "dnn-dropout", "deep-ensemble": "dnn-ensemble"}
 

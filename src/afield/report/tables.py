@@ -169,8 +169,8 @@ def format_number(value: float, decimals: int) -> str:
 
 
 def find_in_paper(task: str, method: str, column: str) -> tuple[paper.Table, paper.Cell] | None:
-    """The paper's number for a cell of ours, and the table that it is from."""
-    name, names = MetricName.parse(column), [column]
+    """The paper's number for a cell of ours, and the table that it is from; sngp-paper is its SNGP, too."""
+    method, name, names = method.removesuffix("-paper"), MetricName.parse(column), [column]
     if name.data == "clean":  # the paper's tables leave out what is the only part
         names.append(name.metric)
     tables = [table for table in paper.TABLES.values() if table.task == task]

@@ -15,8 +15,10 @@ TASKS["digits"] = Recipe(toy.digits, presets(Settings()))
 TASKS["clinc"] = clinc.RECIPE
 TASKS["cifar10"] = cifar.cifar("cifar10", 10)
 TASKS["cifar100"] = cifar.cifar("cifar100", 100)
+TASKS["cifar100-3k"] = cifar.cifar("cifar100-3k", 100)
 TASKS["fashion"] = fashion.RECIPE
 TASKS["genomics"] = genomics.RECIPE
+TASKS["genomics-ren2019"] = genomics.REN2019
 TASKS["imagenet"] = imagenet.RECIPE
 TASKS.update(uci.RECIPES)
 

@@ -3,18 +3,22 @@
 Files that are looked for, the published ones first (https://www.cs.toronto.edu/~kriz/cifar.html,
 http://ufldl.stanford.edu/housenumbers, https://zenodo.org/records/2535967 and 3555552 for the corrupted sets):
 
-    cifar-10-batches-py/, cifar-100-python/     else images/cifar10_*.npz, images/cifar100_ood_dev3k.npz
+    cifar-10-batches-py/, cifar-100-python/     else images/cifar10_*.npz, images/cifar100_ood_dev3k.npz (OOD only)
     svhn/test_32x32.mat                         else images/svhn_dev2500.npz
     CIFAR-10-C/, CIFAR-100-C/                   else made by `corruptions`
+    dtd/images/, or dtd-r1.0.1.tar.gz           textures, OOD for CIFAR-10 if there (robots.ox.ac.uk/~vgg/data/dtd)
 
 Validation data is a tenth of the training data, cut by the seed; the paper trains on all of it. `paper` is everything
 on Wide ResNet-28-10 with the schedule of the authors' code; `small` is the first 20,000 training and 5,000 test images,
 a Wide ResNet-10-2 with stride 2 in its stem for 30 epochs (four minutes on one core, eight on an older one) and
-corruptions of 500 test images; `smoke` is next to nothing. Without CIFAR-100's own files only 3,000 images of it are at
-hand, whose official split is lost: enough for OOD, but no more than a trial to train on.
+corruptions of 500 test images; `smoke` is next to nothing.
+
+`cifar100-3k` is CIFAR-100 on 30 images a class, all that are at hand without its own files: 24 to train and validate, 6
+for the test, cut by us because the official split of these images is lost. No figure of it compares with the paper's.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -25,13 +29,14 @@ from afield.backbones.normalize import CIFAR10_MEAN, CIFAR10_STD
 from afield.backbones.wide_resnet import WideResNet
 from afield.settings import Settings
 from afield.tasks.corruptions import CorruptedSets
-from afield.tasks.data import arrays, find, locate
+from afield.tasks.data import arrays, find, locate, locate_published
 from afield.tasks.image_tensors import (
     LabelledImages,
     crop_and_flip,
     first_per_class,
     noise,
     ood_from_environment,
+    read_pictures,
     split_train_val,
     to_dataset,
     to_tensor,
@@ -42,6 +47,7 @@ from afield.tasks.task import Recipe, Task, presets
 _CIFAR100_MEAN, _CIFAR100_STD = (0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)
 _FOLDERS = {"cifar10": "cifar-10-batches-py", "cifar100": "cifar-100-python"}
 _CIFAR100_SUBSET = "images/cifar100_ood_dev3k.npz"
+_TEXTURES = "dtd"
 _EVERYTHING = 1_000_000
 # Images in training with validation, in the test, in each corrupted set and in each OOD set.
 _SIZES = {"smoke": (1000, 200, 100, 100), "small": (20_000, 5000, 500, 2500), "paper": (_EVERYTHING,) * 4}
@@ -53,7 +59,7 @@ _NETS = {
 
 
 def cifar(name: str, classes: int) -> Recipe:
-    """The task `name`, cifar10 or cifar100; the other one is OOD."""
+    """The task `name`: cifar10, cifar100 or cifar100-3k; the other set is OOD."""
     small = Settings(
         epochs=30,
         batch_size=64,
@@ -75,12 +81,12 @@ def cifar(name: str, classes: int) -> Recipe:
         bound=6.0,
         dropout=0.1,
     )
+    if name == "cifar100-3k":
+        small = replace(small, epochs=100)
     return Recipe(
         partial(_load, name, classes),
         presets(small, paper=paper),
-        # Features have length 1, hidden vectors about 5: gradients differ by 25, and so does the force of a decay. The
-        # prior's own decay is ridge / 18,000.
-        {"*gp*": {"head_learning_rate": 3.0, "head_weight_decay": 5.5e-5}},
+        {"*gp*": {"head_learning_rate": 3.0}},  # features have length 1, hidden vectors about 5: gradients differ by 25
     )
 
 
@@ -93,9 +99,12 @@ def _load(name: str, classes: int, seed: int, preset: str) -> Task:
     )
     other = "cifar100" if name == "cifar10" else "cifar10"
     ood = {label: TensorDataset(to_tensor(_evenly_spaced(load_ood(label), ood_size))) for label in ("svhn", other)}
+    if name == "cifar10" and (textures := locate_published(_TEXTURES)) is not None:
+        ood[_TEXTURES] = TensorDataset(to_tensor(read_pictures(textures / "images", 32, most=ood_size)))
     fitted, held_out = split_train_val(train[0][chosen], train[1][chosen], seed)
     rows = official_rows(name)
-    published = locate("CIFAR-10-C" if name == "cifar10" else "CIFAR-100-C") if rows is not None else None
+    corrupted = {"cifar10": "CIFAR-10-C", "cifar100": "CIFAR-100-C"}.get(name)
+    published = None if corrupted is None or rows is None else locate(corrupted)
     mean, std = (CIFAR10_MEAN, CIFAR10_STD) if name == "cifar10" else (_CIFAR100_MEAN, _CIFAR100_STD)
     return Task(
         name,
@@ -116,11 +125,7 @@ def load_training(name: str) -> LabelledImages:
     """All training images (N, 32, 32, 3) that are at hand, and labels."""
     if name == "cifar10":
         return _read(find(_FOLDERS[name], "images/cifar10_train20k.npz"), _join_batches)
-    return _read(
-        find(_FOLDERS[name], _CIFAR100_SUBSET),
-        lambda root: _read_fine_labels(root / "train"),
-        lambda x: _cut(x, test=False),
-    )
+    return _read_cifar100(name, "train")
 
 
 def load_test(name: str) -> LabelledImages:
@@ -129,11 +134,7 @@ def load_test(name: str) -> LabelledImages:
         return _read(
             find(_FOLDERS[name], "images/cifar10_test_dev5k.npz"), lambda root: read_cifar_batch(root / "test_batch")
         )
-    return _read(
-        find(_FOLDERS[name], _CIFAR100_SUBSET),
-        lambda root: _read_fine_labels(root / "test"),
-        lambda x: _cut(x, test=True),
-    )
+    return _read_cifar100(name, "test")
 
 
 def load_ood(name: str) -> np.ndarray:
@@ -148,21 +149,24 @@ def load_ood(name: str) -> np.ndarray:
 
 def official_rows(name: str) -> np.ndarray | None:
     """The rows of the images of `load_test` in the official test set, None where they are not known."""
-    if locate(_FOLDERS[name]) is not None:
+    if name in _FOLDERS and locate(_FOLDERS[name]) is not None:
         return np.arange(10_000)
     return arrays("images/cifar10_test_dev5k.npz")["idx"] if name == "cifar10" else None
 
 
-def _read(
-    path: Path,
-    read_published: Callable[[Path], LabelledImages],
-    cut: Callable[[LabelledImages], LabelledImages] = lambda subset: subset,
-) -> LabelledImages:
-    """A published set, or a cut of our npz subset of it."""
+def _read(path: Path, read_published: Callable[[Path], LabelledImages]) -> LabelledImages:
+    """A published set, or our npz subset of it."""
     if path.suffix != ".npz":
         return read_published(path)
     content = arrays(path)
-    return cut((content["x"], content["y"].astype(np.int64)))
+    return content["x"], content["y"].astype(np.int64)
+
+
+def _read_cifar100(name: str, part: str) -> LabelledImages:
+    """A part, train or test, of the published set, or of the images at hand if that is what the task is called."""
+    if name == "cifar100":
+        return _read_fine_labels(find(_FOLDERS[name]) / part)
+    return _cut(_read(find(_CIFAR100_SUBSET), _read_fine_labels), test=part == "test")
 
 
 def _join_batches(root: Path) -> LabelledImages:

@@ -2,10 +2,11 @@
 
 A name such as "clinc/data_full.json" is a path below one of two folders: $AFIELD_DATA, then the user's cache. Nothing
 is downloaded unless you ask: with `fetch(name)`, or with AFIELD_DOWNLOAD=1 for what is in neither folder. A download is
-accepted only if its hash is the one written here. Tars are unpacked, `fetch("CIFAR-10-C")` is a folder. A set of your
-own: `SOURCES["mine/x.npz"] = Source(url, "sha256:...")`.
+accepted only if its hash is the one written here. Tars are unpacked, `fetch("CIFAR-10-C")` is a folder; a tar that lies
+in $AFIELD_DATA under its published name will do. Your own set: `SOURCES["mine/x.npz"] = Source(url, "sha256:...")`.
 """
 
+import hashlib
 import importlib.util
 import lzma
 import os
@@ -34,8 +35,13 @@ class Source(NamedTuple):
     hash: str  # algorithm:digest
 
     @property
+    def file_name(self) -> str:
+        """That its authors gave it."""
+        return PurePosixPath(urlsplit(self.url).path).name
+
+    @property
     def packed(self) -> bool:
-        return ".tar" in Path(urlsplit(self.url).path).suffixes
+        return ".tar" in PurePosixPath(self.file_name).suffixes
 
 
 _CLINC = "https://raw.githubusercontent.com/clinc/oos-eval/828f8093932c8fe6ca7936c3d2e52903b1c523de/data"
@@ -43,7 +49,7 @@ _CIFAR = "https://www.cs.toronto.edu/~kriz"
 _FASHION = "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com"
 
 # MD5 where the authors publish no other. CIFAR-10-C and -100-C have 2.9 GB each, and ours are made in minutes: they are
-# fetched by name only.
+# fetched by name only, and so is DTD (0.6 GB), which no task needs.
 SOURCES: Registry[Source] = Registry("downloadable file")
 SOURCES.update(
     {
@@ -72,6 +78,10 @@ SOURCES.update(
         ),
         "CIFAR-100-C": Source(
             "https://zenodo.org/records/3555552/files/CIFAR-100-C.tar", "md5:11f0ed0f1191edbf9fa23466ae6021d3"
+        ),
+        "dtd": Source(
+            "https://www.robots.ox.ac.uk/~vgg/data/dtd/download/dtd-r1.0.1.tar.gz",
+            "md5:fff73e5086ae6bdbea199a49dfb8a4c1",
         ),
         "svhn/test_32x32.mat": Source(
             "http://ufldl.stanford.edu/housenumbers/test_32x32.mat",
@@ -118,8 +128,9 @@ def find(*names: str) -> Path:
 
     If none is, the first with an address is downloaded where AFIELD_DOWNLOAD=1; otherwise `DataMissing`.
     """
-    if (path := locate(*names)) is not None:
-        return path
+    for name in names:
+        if (path := locate_published(name)) is not None:
+            return path
     if os.environ.get("AFIELD_DOWNLOAD") == "1" and (known := [name for name in names if name in SOURCES]):
         return fetch(known[0])
     raise DataMissing(_missing_message(*names))
@@ -128,6 +139,14 @@ def find(*names: str) -> Path:
 def locate(*names: str) -> Path | None:
     """The first of these files or folders that is there, below the data folders; nothing is downloaded."""
     return next((folder / name for name in names for folder in folders() if (folder / name).exists()), None)
+
+
+def locate_published(name: str) -> Path | None:
+    """As `locate`; a tar that lies there under its published name is unpacked to the user's cache."""
+    if (path := locate(name)) is not None:
+        return path
+    known = name in SOURCES and SOURCES[name].packed
+    return fetch(name) if known and locate(SOURCES[name].file_name) is not None else None
 
 
 def arrays(file: str | Path) -> dict[str, np.ndarray]:
@@ -153,7 +172,8 @@ def fetch(name: str) -> Path:
     if not source.packed:
         return download(name, target)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".unpacking-") as folder:
-        archive, unpacked = download(name, Path(folder) / "archive"), Path(folder) / "unpacked"
+        own, unpacked = locate(source.file_name), Path(folder) / "unpacked"
+        archive = download(name, Path(folder) / "archive") if own is None else check_file(own, source.hash)
         unpack(archive, unpacked, source.url)
         if not (unpacked / target.name).is_dir():
             raise DataDamaged(f"{source.url} holds no folder {target.name}.")
@@ -208,6 +228,16 @@ def download(name: str, target: Path) -> Path:
         raise DataMissing(f"{_missing_message(name)} The download failed: {error}.") from error
     except ValueError as error:  # a wrong hash; pooch has deleted the download
         raise DataDamaged(f"{url} did not give {name} as it was expected: {error}") from error
+
+
+def check_file(path: Path, known: str) -> Path:
+    """The file itself, if its hash is the known one, algorithm:digest."""
+    algorithm, _, digest = known.partition(":")
+    with path.open("rb") as file:
+        found = hashlib.file_digest(file, algorithm).hexdigest()
+    if found != digest:
+        raise DataDamaged(f"{path} is not the published file: its {algorithm} is {found}, not {digest}. Get it again.")
+    return path
 
 
 def folders() -> list[Path]:

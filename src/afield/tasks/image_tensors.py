@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.data import TensorDataset
 
 from afield.backbones.normalize import as_numbers
-from afield.errors import DataMissing
+from afield.errors import DataDamaged, DataMissing
 from afield.tasks.data import arrays
 from afield.tasks.image_files import import_pillow, list_files, read_square
 
@@ -87,13 +87,28 @@ def ood_from_environment(channels: int, size: int) -> dict[str, TensorDataset]:
     return {path.stem: TensorDataset(to_tensor(_read_images(path, channels, size))) for path in paths}
 
 
+def read_pictures(folder: Path, size: int, channels: int = 3, *, most: int | None = None) -> np.ndarray:
+    """Bytes (N, size, size, channels) of the image files in and below a folder: all, or so many at even distances."""
+    files = list_files(folder)
+    if not files:
+        raise DataMissing(f"{folder} is a folder without pictures.")
+    chosen = np.linspace(0, len(files) - 1, min(most or len(files), len(files))).astype(int)
+    return np.stack([_read_picture(files[i], size, channels) for i in chosen])
+
+
+def _read_picture(file: Path, size: int, channels: int) -> np.ndarray:
+    try:
+        return read_square(file.read_bytes(), size, channels)
+    except ImportError:
+        raise
+    except Exception as error:  # Pillow raises OSError for most kinds of damage, and a few others
+        raise DataDamaged(f"The picture {file} cannot be read: {error}.") from error
+
+
 def _read_images(path: Path, channels: int, size: int) -> np.ndarray:
     """Bytes (N, size, size, channels) of an npz file, or of a folder of image files."""
     if path.is_dir():
-        files = list_files(path)
-        if not files:
-            raise DataMissing(f"AFIELD_OOD names {path}, a folder without pictures.")
-        return np.stack([read_square(file.read_bytes(), size, channels) for file in files])
+        return read_pictures(path, size, channels)
     if not path.is_file():
         raise DataMissing(f"AFIELD_OOD names {path}, which is neither a file nor a folder.")
     images = arrays(path).get("x")

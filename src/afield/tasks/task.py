@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ class Task:
     augment  (batch, settings) -> the training batch (x, y) as the method's own transform gets it
     order    (batch size, generator) -> the batches of an epoch as index tensors; None: shuffled
     scale    what real targets were divided by: metrics are reported in the targets' own units
+    ood_label  the number of an output that no example is trained on: OOD examples count under it in nll/combined
     """
 
     name: str
@@ -36,6 +38,7 @@ class Task:
     augment: Callable[[Any, Settings], Any] = lambda batch, settings: batch
     order: Callable[[int, torch.Generator], Sequence[Tensor]] | None = None
     scale: float = 1.0
+    ood_label: int | None = None
     settings: Settings = Settings()
 
 
@@ -56,11 +59,11 @@ class Recipe:
         settings = self.settings_for(preset)  # before the data: an unknown preset should not wait for it
         return replace(self.load(seed, preset), settings=settings)
 
-    def settings_for(self, preset: str, method: str = "") -> Settings:
-        """The settings of a preset, adapted to a method."""
+    def settings_for(self, preset: str, method: str = "", own: Mapping[str, Any] = MappingProxyType({})) -> Settings:
+        """The settings of a preset, adapted to a method, which may have settings of its own."""
         if preset not in self.settings:
             raise ValueError(f"Unknown preset {preset!r}: expected one of {', '.join(self.settings)}.")
-        settings = self.settings[preset]
+        settings = replace(self.settings[preset], **own)
         for pattern, changes in self.adapted.items():
             if fnmatchcase(method, pattern):
                 settings = replace(settings, **changes)
