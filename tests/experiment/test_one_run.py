@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import os
 import random
 import shutil
@@ -19,6 +20,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from afield.backbones.resnet50 import ResNet50
 from afield.errors import DamagedRun
 from afield.experiment import one_run, run_folder
 from afield.experiment.config import Config
@@ -26,6 +28,7 @@ from afield.experiment.evaluation import evaluate, fit_scores, output_layer, sco
 from afield.experiment.many_runs import run_all, split_ensembles
 from afield.experiment.model_folder import open_model, restore_model
 from afield.experiment.one_run import run
+from afield.experiment.plan import RATE, count_work, plan
 from afield.experiment.run_folder import read_log
 from afield.experiment.suites import SUITES
 from afield.experiment.task_parts import predict_part
@@ -519,6 +522,32 @@ def test_suites_name_runs_that_exist(name: str, preset: str):
     assert [(c.task, c.method, c.seed) for c in lower] == [(c.task, c.method, c.seed) for c in configs]
     with pytest.raises(ValueError, match="at least one seed"):
         suite.configs(preset, seeds=0)
+
+
+# Plans
+
+
+def test_a_plan_counts_the_work_of_resnet50_on_imagenet():
+    """4.1 billion multiplications an image, as published for this form of the network, and 23.5 million weights."""
+    suite = SUITES["imagenet"]
+    rows = {row.method: row for row in plan(suite.configs("paper"))}
+    assert set(rows) == {method for methods in suite.methods.values() for method in methods}
+    sngp, images = rows["sngp"], 1_268_355
+    assert (sngp.trainings, sngp.epochs, sngp.examples, sngp.steps) == (10, 90, images, 90 * math.ceil(images / 256))
+    work = count_work(ResNet50(), torch.zeros(1, 3, 224, 224))
+    assert work.operations == pytest.approx(2 * 4.09e9, rel=0.01)
+    assert work.parameters == 23_508_032
+    hours = 10 * 3 * work.operations * images * 90 / RATE / 3600
+    assert hours < sngp.gpu_hours < 1.02 * hours
+    assert 20 < sngp.memory < 40  # GB, for batches of 256
+    for method in ("dnn-temperature", "deep-ensemble", "sngp-ensemble"):
+        assert rows[method].trainings == rows[method].gpu_hours == 0
+
+
+def test_a_plan_takes_what_it_does_not_know_from_the_data():
+    (row,) = plan([Config.of("two-moons", "dnn", preset="smoke", batch_size=300)])
+    assert (row.trainings, row.examples, row.steps) == (1, 1000, 2 * 4)
+    assert 0 < row.gpu_hours < 1e-3
 
 
 # Evaluation

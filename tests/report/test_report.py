@@ -220,6 +220,9 @@ def test_a_record_is_the_tables_without_the_pictures(root: Path, page: Path, tmp
     assert lines == {line for line in whole.splitlines() if line.startswith("|")}
     data, of_page = (json.loads((f / "report.json").read_text()) for f in (tmp_path / "kept", page.parent))
     assert data["tasks"] == of_page["tasks"]
+    for of_task in data["tasks"].values():  # the settings of every run are there, common ones once
+        assert set(of_task["own_settings"]) == set(of_task["tables"]["all"]["rows"])
+        assert not set(of_task["settings"]) & {key for own in of_task["own_settings"].values() for key in own}
     assert data["command"] == f"afield report {root} --record {tmp_path / 'kept'} --title Mine"
 
 

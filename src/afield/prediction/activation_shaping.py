@@ -9,18 +9,15 @@ r is the sum of all activations of h by the sum of the largest ones. All three s
 where a dense layer follows and no activation is negative. The percentages are those of the papers.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from afield.prediction.fitted_score import Distance, FittedScore, Problem
+from afield.prediction.fitted_score import Constants, FittedScore, dense_logits
 from afield.prediction.neighbors import RESERVOIR, Sample
 from afield.prediction.prediction import Prediction
-
-Shape = Callable[[Tensor], Tensor]  # features (N, d) -> features (N, d)
 
 
 class ActivationShaping(FittedScore):
@@ -70,36 +67,37 @@ class ActivationShaping(FittedScore):
         self.lowest = min(self.lowest, other.lowest)
         self.sample.join(other.sample)
 
-    def _problem(self, prediction: Prediction) -> Problem | None:
-        found, h = super()._problem(prediction), prediction.features
-        if found is None and h is not None and len(h):
-            found = _negative(float(h.amin()))
-        return found
+    def _check(self, prediction: Prediction) -> tuple[Tensor, Tensor]:
+        h, z = super()._check(prediction)
+        _check_sign(float(h.amin()) if len(h) else 0.0)
+        return h, z
 
-    def _fit(self) -> Distance | Problem:
-        if (problem := _negative(self.lowest)) is not None:
-            return problem
-        shape = self._shape()
-        return lambda h, z: -self.output(shape(h.double())).logsumexp(-1)
+    def _fit(self) -> dict[str, Tensor]:
+        _check_sign(self.lowest)
+        if self.shape != "react":
+            return {}
+        # Of NumPy, because torch.quantile refuses more than 2^24 numbers.
+        most = np.percentile(self.sample.rows.cpu().numpy(), self.percentile)
+        return {"most": torch.tensor(most, dtype=torch.float64, device=self.device)}
 
-    def _shape(self) -> Shape:
+    def distance(self, constants: Constants, h: Tensor, z: Tensor) -> Tensor:
+        return -dense_logits(constants, self._shaped(constants, h.double())).logsumexp(-1)
+
+    def _shaped(self, constants: Constants, h: Tensor) -> Tensor:
         if self.shape == "react":
-            # Of NumPy, because torch.quantile refuses more than 2^24 numbers.
-            most = float(np.percentile(self.sample.rows.cpu().numpy(), self.percentile))
-            return lambda h: h.clamp(max=most)
+            return torch.minimum(h, constants["most"])
         largest = max(1, self.num_features - round(self.num_features * self.percentile / 100))
-        return lambda h: _stretch(h, largest, prune=self.shape == "ash")
+        return _stretch(h, largest, prune=self.shape == "ash")
 
 
 _PERCENTILES = {"react": 90.0, "ash": 90.0, "scale": 85.0}
 
 
-def _negative(lowest: float) -> ValueError | None:
-    if lowest >= 0:
-        return None
-    return ValueError(
-        f"This score needs activations that are not negative, as after a ReLU, got {lowest:g}. Use another score."
-    )
+def _check_sign(lowest: float) -> None:
+    if lowest < 0:
+        raise ValueError(
+            f"This score needs activations that are not negative, as after a ReLU, got {lowest:g}. Use another score."
+        )
 
 
 def _stretch(h: Tensor, largest: int, *, prune: bool) -> Tensor:
@@ -107,4 +105,4 @@ def _stretch(h: Tensor, largest: int, *, prune: bool) -> Tensor:
     top, where = h.topk(largest)
     ratio = h.sum(-1, keepdim=True) / top.sum(-1, keepdim=True)
     kept = torch.zeros_like(h).scatter(-1, where, top) if prune else h
-    return kept * ratio.nan_to_num(1.0).exp()  # of activations that are all zero, zero
+    return kept * torch.where(ratio.isnan(), 1.0, ratio).exp()  # of activations that are all zero, zero

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from afield.errors import NotFitted
-from afield.prediction.fitted_score import Distance, FittedScore, Problem
+from afield.prediction.fitted_score import Constants, FittedScore
 
 RESERVOIR = 10_000
 
@@ -100,17 +100,14 @@ class NearestNeighbors(FittedScore):
     def _join(self, other: "NearestNeighbors") -> None:
         self.sample.join(other.sample)
 
-    def _fit(self) -> Distance | Problem:
-        if (problem := _too_few(self.features, self.k)) is not None:
-            return problem
-        known = F.normalize(self.features, dim=-1)
+    def _fit(self) -> dict[str, Tensor]:
+        return {"known": F.normalize(_enough(self.features, self.k), dim=-1)}
 
-        def distance(h: Tensor, z: Tensor) -> Tensor:
-            h = F.normalize(h.to(known), dim=-1)
-            kth = (h @ known.T).topk(self.k).indices[:, -1]
-            return (h - known[kth]).norm(dim=-1)  # sqrt(2 - 2 cos) would lose half the digits
-
-        return distance
+    def distance(self, constants: Constants, h: Tensor, z: Tensor) -> Tensor:
+        known = constants["known"]
+        h = F.normalize(h.to(known), dim=-1)
+        kth = (h @ known.T).topk(self.k).indices[:, -1]
+        return (h - known[kth]).norm(dim=-1)  # sqrt(2 - 2 cos) would lose half the digits
 
 
 class NeighborGuidance(FittedScore):
@@ -152,22 +149,19 @@ class NeighborGuidance(FittedScore):
         self.lowest = min(self.lowest, other.lowest)
         self.sample.join(other.sample)
 
-    def _fit(self) -> Distance | Problem:
+    def _fit(self) -> dict[str, Tensor]:
         if self.lowest <= 0:
-            return ValueError(
+            raise ValueError(
                 f"This score needs training logits of positive energy, log sum exp, got {self.lowest:g}. "
                 "Use another score."
             )
-        rows = self.sample.rows
-        if (problem := _too_few(rows, self.k)) is not None:
-            return problem
-        bank = F.normalize(rows[:, :-1], dim=-1) * rows[:, -1:]
+        rows = _enough(self.sample.rows, self.k)
+        return {"bank": F.normalize(rows[:, :-1], dim=-1) * rows[:, -1:]}
 
-        def distance(h: Tensor, z: Tensor) -> Tensor:
-            guidance = (F.normalize(h.to(bank), dim=-1) @ bank.T).topk(self.k).values.mean(-1)
-            return -guidance * z.to(bank).logsumexp(-1)
-
-        return distance
+    def distance(self, constants: Constants, h: Tensor, z: Tensor) -> Tensor:
+        bank = constants["bank"]
+        guidance = (F.normalize(h.to(bank), dim=-1) @ bank.T).topk(self.k).values.mean(-1)
+        return -guidance * z.to(bank).logsumexp(-1)
 
 
 def _check_k(k: int, reservoir: int) -> int:
@@ -176,13 +170,13 @@ def _check_k(k: int, reservoir: int) -> int:
     return k
 
 
-def _too_few(rows: Tensor, k: int) -> NotFitted | None:
-    if len(rows) >= k:
-        return None
-    return NotFitted(
-        f"The {k}-th nearest neighbour needs at least {k} training features, got {len(rows)}. "
-        "Call update(features) with more of them, or choose a smaller k."
-    )
+def _enough(rows: Tensor, k: int) -> Tensor:
+    if len(rows) < k:
+        raise NotFitted(
+            f"The {k}-th nearest neighbour needs at least {k} training features, got {len(rows)}. "
+            "Call update(features) with more of them, or choose a smaller k."
+        )
+    return rows
 
 
 def _hash(features: Tensor, seed: int) -> Tensor:
