@@ -35,7 +35,7 @@ def test_card_of_a_saved_model(saved: Path):
     assert "- classes: no, yes" in text
     assert "At least 0.9 of in-domain inputs are answered, with confidence 0.9" in text
     assert "of fresh in-domain inputs are refused, on average" in text
-    assert "Figures on test data" not in text  # nobody has measured any
+    assert "Metrics on test data" not in text  # nobody has measured any
     assert "## Limits" in text
     assert f"- torch: {torch.__version__}" in text
 

@@ -10,7 +10,7 @@ from afield.report.model_card import write_card
 
 @dataclass(frozen=True)
 class Card:
-    """Write a model card: data sizes, calibration, guarantees in words, figures, limits, versions."""
+    """Write a model card: data sizes, calibration, guarantees in words, metrics, limits, versions."""
 
     model: tyro.conf.Positional[Path]
     """A run folder, or a folder written by afield.save, with --net."""

@@ -39,7 +39,7 @@ def model_card(folder: str | os.PathLike[str], net: nn.Module | str | None = Non
         "Data": _data(opened),
         "Calibration": _calibration(opened),
         "Guarantees": _guarantees(opened, metadata),
-        "Figures on test data": [] if run is None else _figures(run.metrics),
+        "Metrics on test data": [] if run is None else _metrics(run.metrics),
         "Limits": [f"- {limit}" for limit in _LIMITS],
         "Versions": _versions(opened, run),
     }
@@ -94,7 +94,7 @@ def _guarantees(opened: OpenedModel, metadata: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def _figures(metrics: Mapping[str, float]) -> list[str]:
+def _metrics(metrics: Mapping[str, float]) -> list[str]:
     """Quality on the parts of the task, and detection of every OOD set by the default score of the run."""
     lines = ["| | figure | value |", "|---|---|---:|"]
     for name, value in metrics.items():
