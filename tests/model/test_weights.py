@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import afield
-from afield.gp.calibration_objective import objective_of
+from afield.gp.calibration_objective import choose, objective_of
 from afield.gp.likelihoods import LIKELIHOODS
 
 N = 60
@@ -98,7 +98,7 @@ def test_calibration_by_weights_is_calibration_on_repeated_examples(likelihood: 
         apart = [o.standard_error(o.loss(0.7, 2.0) - o.loss(0.9, 1.0)) for o in (one, many)]
         assert float(apart[0]) == pytest.approx(float(apart[1]), rel=1e-9)
         largest = LIKELIHOODS[likelihood].of_classes
-        found, expected = (calibration.choose(o, largest=largest) for o in (one, many))
+        found, expected = (choose(o, largest=largest) for o in (one, many))
     assert found == pytest.approx(expected, rel=1e-5)
 
 
