@@ -50,12 +50,12 @@ def main() -> None:
             "classes": CLASSES,
             "killed_after_seconds": round(killed_after, 1),
             "epochs_run_after_resume": sum("epoch" in line for line in epochs) - 1,
-            "train_resume_predict_judge_seconds": round(trained - begin, 1),
+            "train_resume_predict_evaluate_seconds": round(trained - begin, 1),
             "evaluate_seconds": round(time.monotonic() - trained, 1),
             "peak_memory_gb": round(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 2**20, 2),
             "model_mb": round((run / run_folder.MODEL).stat().st_size / 1e6, 1),
             "cost": finished.cost,
-            "figures": {key: finished.metrics[key] for key in ("accuracy/clean", "nll/clean", "auroc/noise")},
+            "metrics": {key: finished.metrics[key] for key in ("accuracy/clean", "nll/clean", "auroc/noise")},
         }
     write_file(RECORD, (json.dumps(record, indent=1) + "\n").encode())
     print(json.dumps(record, indent=1))

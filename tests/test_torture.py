@@ -12,7 +12,7 @@ import pytest
 from afield.model import saving
 from bench.torture import kinds, record, supervise
 from bench.torture.__main__ import run_kind
-from bench.torture.fault import Inject, Kind, Lost, Outcome, Refused, Result, Wrong, judge
+from bench.torture.fault import Inject, Kind, Lost, Outcome, Refused, Result, Wrong, outcome_of
 from bench.torture.mutations import mutate
 from bench.torture.worker import inject_here
 
@@ -96,7 +96,7 @@ def raising(error: Exception) -> Inject:
     ],
 )
 def test_outcomes(inject: Inject, outcome: Outcome) -> None:
-    assert judge(inject, Random(0)).outcome == outcome
+    assert outcome_of(inject, Random(0)).outcome == outcome
 
 
 SCRIPT = """

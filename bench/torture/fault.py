@@ -1,4 +1,4 @@
-"""One fault: what may come of it, and how that is judged.
+"""One fault: what may come of it, and how that is decided.
 
 survived  the answer is the right one, or that of the undamaged model
 refused   an error of afield's own, with a message (and the name of the file, where a file was damaged)
@@ -68,7 +68,7 @@ class Kind:
     limit: float = 30.0
 
 
-def judge(inject: Inject, random: Random) -> Result:
+def outcome_of(inject: Inject, random: Random) -> Result:
     """Inject one fault and say what came of it."""
     try:
         with warnings.catch_warnings():

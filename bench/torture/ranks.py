@@ -44,7 +44,7 @@ def opened(folder: Path) -> Iterator[Inject]:
         returned = {
             rank: pickle.loads(file.read_bytes()) for rank in (0, 1) if (file := folder / f"end-{rank}").exists()
         }
-        _judge(returned, trouble, bad, done, alone)
+        _check_end(returned, trouble, bad, done, alone)
 
     yield inject
 
@@ -52,7 +52,7 @@ def opened(folder: Path) -> Iterator[Inject]:
 KIND = Kind("ranks", "two processes that fit one posterior, one of which dies or differs", opened, share=0.1, limit=60)
 
 
-def _judge(returned: dict[int, Any], trouble: str, bad: int, done: str, alone: afield.SNGP) -> None:
+def _check_end(returned: dict[int, Any], trouble: str, bad: int, done: str, alone: afield.SNGP) -> None:
     other = returned.get(1 - bad)
     if other is None:
         raise Lost(f"{done}: the other rank ended without a word")

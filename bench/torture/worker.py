@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from random import Random
 
-from bench.torture.fault import Result, judge
+from bench.torture.fault import Result, outcome_of
 from bench.torture.kinds import KINDS
 
 MEMORY = Path("/dev/shm")
@@ -30,7 +30,7 @@ def inject_here(name: str, seed: int, *, seconds: float, first: int = 0, most: i
         end = time.monotonic() + seconds
         for number in itertools.islice(itertools.count(first), most):
             yield number
-            yield judge(inject, Random(f"{name} {number} {seed}"))
+            yield outcome_of(inject, Random(f"{name} {number} {seed}"))
             if time.monotonic() >= end:
                 return
 

@@ -115,8 +115,9 @@ def export(
         )
     if agreement.difference > limit and (precision is None or tolerance is not None):
         raise ExportError(
-            f"The export differs from the model by {agreement.difference:.2g} (probe: {agreement.worst}), more than "
-            f"{limit:g}; nothing was written. Differences by output: {_format_differences(agreement.everywhere)}."
+            f"The export differs from the model by {agreement.difference:.2g} (test input: {agreement.worst}), "
+            f"more than {limit:g}; nothing was written. Differences by output: "
+            f"{_format_differences(agreement.everywhere)}."
         )
     if precision is None and agreement.example["score"] > SCORE_TOLERANCE:
         raise ExportError(

@@ -2,7 +2,7 @@
 
 A classifier that was stopped where its held-out loss was least needs no other scale of its logits, and a few dozen
 rows would only add noise to one: there the amplitude a has a^2 pi/8 v = 1 and the scale is sqrt(2), v the median
-variance of held-out rows. The typical row stays as it was, further ones are shrunk. docs/scikit-learn.md has figures.
+variance of held-out rows. The typical row stays as it was, further ones are shrunk. Numbers: docs/scikit-learn.md.
 """
 
 import math

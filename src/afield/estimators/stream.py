@@ -24,7 +24,7 @@ def learn_keeping_reference(model: SNGP, rows: Rows, *, noise: float | None = No
     """`learn`, and keep the reference of the p-values.
 
     For numbers this keeps their promise: at a fixed noise and amplitude more rows can only lower a variance, the score
-    by which a new input is judged, while the reference scores stay; so no p-value falls. A classifier's score has no
+    by which a new input is scored, while the reference scores stay; so no p-value falls. A classifier's score has no
     such order; there, more rows make it lower as a rule.
     """
     reference, spans = model.head.reference, model.head.reference_spans

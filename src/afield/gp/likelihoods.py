@@ -10,7 +10,7 @@ With f (N, K) the outputs and y the targets:
 
 What else depends on the likelihood follows from these values: the weights of the posterior (`gp.precision`), the solver
 of the output weights (`model.output_weights`), calibration (`model.calibration`), what a `Prediction` says about the
-target, and the score that it is judged by. A new likelihood is a new entry; the contract test runs over the table.
+target, and the score that it is evaluated by. A new likelihood is a new entry; the contract test runs over the table.
 """
 
 import math
