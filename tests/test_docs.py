@@ -41,7 +41,7 @@ FILLERS = (  # modules of bench/
 EXTRAS = (  # what the extras of pyproject.toml bring
     *("sklearn", "scipy", "matplotlib", "tyro", "rich", "jinja2", "filelock", "gpytorch", "pyro", "optuna", "pooch"),
     *("tqdm", "PIL", "transformers", "accelerate", "lightning", "timm", "onnx", "onnxruntime", "pyarrow", "ray"),
-    *("pandas",),
+    *("pandas", "starlette", "uvicorn", "httptools", "orjson", "prometheus_client"),
 )
 
 

@@ -80,6 +80,7 @@ _MODULES = {  # that are used by their short name
     "class_changes": "model",
     "diagnose": "model",
     "conformal": "decide",
+    "drift": "decide",
     "selection": "decide",
     "export": "deploy",
     "stacked": "methods",
@@ -87,7 +88,7 @@ _MODULES = {  # that are used by their short name
 _ROOMS = (
     *("errors", "registry", "settings"),
     *("prediction", "bounds", "gp", "model", "decide", "deploy"),
-    *("backbones", "tasks", "methods", "experiment", "report", "estimators", "integrations", "cli"),
+    *("backbones", "tasks", "methods", "experiment", "report", "estimators", "integrations", "serve", "cli"),
 )
 
 

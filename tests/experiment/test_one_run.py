@@ -42,6 +42,7 @@ from afield.prediction.prediction import Prediction
 from afield.tasks import TASKS, Task
 
 HASHED = {"config.toml", "metrics.json", "predictions.npz", "model.safetensors", "environment.json"}
+pytestmark = pytest.mark.usefixtures("small_toys")
 FILES = HASHED | {"log.jsonl", "hashes.json"}
 
 
@@ -50,7 +51,7 @@ def config(method: str = "sngp", task: str = "two-moons", **changes: object) -> 
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> run_folder.Run:
+def finished(tmp_path_factory: pytest.TempPathFactory, small_toys: None) -> run_folder.Run:
     return run(config(), tmp_path_factory.mktemp("runs"))
 
 
@@ -167,6 +168,7 @@ run(config, Path(sys.argv[1]), on_epoch=wait_after_two)
 """
 
 
+@pytest.mark.usefixtures("whole_toys")
 def test_kill_9_loses_at_most_one_epoch_and_the_lock_dies_with_its_process(tmp_path: Path):
     other = subprocess.Popen([sys.executable, "-c", SCRIPT, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     assert other.stdout is not None
@@ -211,7 +213,7 @@ def open_weights(finished: run_folder.Run) -> dict[str, torch.Tensor]:
 TASK: dict[str, Task] = {}
 
 
-@pytest.mark.parametrize("number", [40, pytest.param(1700, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("number", [10, pytest.param(1700, marks=pytest.mark.slow)])
 def test_no_flipped_bit_of_a_run_folder_is_ever_silently_wrong(number: int, finished: run_folder.Run, tmp_path: Path):
     folder = tmp_path / "two-moons" / "sngp" / "0"
     shutil.copytree(finished.folder, folder)
@@ -414,6 +416,7 @@ def test_members_are_split_from_ensembles_and_each_comes_once(pair: str):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("whole_toys")
 def test_two_processes_make_what_one_makes(tmp_path: Path):
     configs, events = [config("dnn", seed=s) for s in (0, 1)], []
     done = run_all(configs, tmp_path, jobs=2, on_progress=events.append)

@@ -123,12 +123,12 @@ CIFAR = {
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def root(tmp_path_factory: pytest.TempPathFactory, small_toys: None) -> Path:
     """Runs of four tasks: two trained for an epoch, two fabricated."""
     root = tmp_path_factory.mktemp("runs")
     for method in ("dnn", "sngp"):
-        run(Config.of("two-moons", method, epochs=1), root)
-    made = run(Config.of("toy-regression", "sngp", epochs=1), root)
+        run(Config.of("two-moons", method, epochs=1, num_random_features=64), root)
+    made = run(Config.of("toy-regression", "sngp", epochs=1, num_random_features=64), root)
     parts = {part: made.prediction(part) for part in made.parts}
     grid = {
         part: Prediction(p.logits + 0.25, 4 * p.variance, noise=0.0, likelihood="gaussian") for part, p in parts.items()

@@ -1,4 +1,4 @@
-"""`afield demo`: four networks on two moons, a table of their metrics, and a report with pictures."""
+"""`afield demo`: four networks on two moons, a table of their metrics, and a report; or one that is served."""
 
 import os
 import time
@@ -8,6 +8,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from afield.cli.demo_stream import serve_demo
 from afield.cli.progress import show_progress
 from afield.experiment.config import Config
 from afield.experiment.many_runs import run_all
@@ -38,9 +39,25 @@ class Demo:
     """Of weights and batches."""
     jobs: int = min(2, os.cpu_count() or 1)
     """Trainings at a time."""
+    serve: bool = False
+    """Train sngp alone, serve it, open its page, and send it a stream that drifts until the alarm rings."""
+    port: int = 8080
+    """Of the page."""
 
     def run(self) -> None:
-        run(self)
+        if self.serve:
+            run_service(self)
+        else:
+            run(self)
+
+
+def run_service(command: Demo, console: Console | None = None) -> None:
+    """Train one network and serve it to a stream that drifts."""
+    console, task = console or Console(), TASKS[command.task](0)
+    config = Config.of(command.task, "sngp", seed=command.seed, epochs=command.epochs)
+    with show_progress(console, [config], command.out, fresh=True) as bar:
+        (trained,) = run_all([config], command.out, jobs=1, fresh=True, on_progress=bar.on_progress, on_run=bar.on_run)
+    serve_demo(trained.folder, task, port=command.port, show=True, console=console)
 
 
 def run(command: Demo, console: Console | None = None) -> Path:

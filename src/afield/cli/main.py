@@ -8,11 +8,13 @@ try:
     import tyro
 
     from afield.cli import train
+    from afield.cli.card import Card
     from afield.cli.demo import Demo
     from afield.cli.export import Export
     from afield.cli.report import Report
     from afield.cli.reproduce import Reproduce
     from afield.cli.score import Score
+    from afield.cli.serve import Serve
     from afield.cli.settings import ShowSettings
     from afield.cli.sweep import Sweep
 except ImportError as error:
@@ -36,8 +38,10 @@ COMMANDS: dict[str, Callable[..., Command]] = {
     "sweep": Sweep,
     "reproduce": Reproduce,
     "report": Report,
+    "card": Card,
     "export": Export,
     "score": Score,
+    "serve": Serve,
     "settings": ShowSettings,
 }
 # The defaults of a command's flags, where they depend on other arguments.

@@ -16,11 +16,13 @@ import tyro
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from afield.deploy import flag_files, read_files, score_files
+from afield.decide.drift import Watch, watch_model
+from afield.deploy import flag_files, read_files, score_files, watch_files
 from afield.deploy.flag_files import Selection
 from afield.deploy.score_files import Request, Scorer, Source
 from afield.experiment import ray_cluster, run_folder
 from afield.experiment.model_folder import hash_weights, is_saved, open_model, read_labels
+from afield.model.sngp_model import SNGP
 from afield.prediction.prediction import Prediction
 
 OnRows = Callable[[tuple[str, int]], None]
@@ -55,6 +57,8 @@ class Score:
     """Rate of false alarms behind `accepted`; None: 0.01, or the smallest that the calibration can tell."""
     fdr: float | None = None
     """Add the column `flagged`: rows far from the training data, of which on average at most this part is in-domain."""
+    watch: float | None = None
+    """Watch the rows, in the order of the files, for drift: the probability that the alarm ever rings without any."""
     missing: Literal["error", "refuse"] = "error"
     """Rows with NaN, infinity or an empty cell: an error, or null answers that are not accepted."""
     batch_size: int = 1024
@@ -74,6 +78,8 @@ class Score:
             raise ValueError(f"--shape must be positive numbers, got {' '.join(map(str, self.shape))}.")
         if self.fdr is not None and not 0 < self.fdr < 1:
             raise ValueError(f"--fdr must lie strictly between 0 and 1, got {self.fdr}.")
+        if self.watch is not None and not 0 < self.watch < 1:
+            raise ValueError(f"--watch must lie strictly between 0 and 1, got {self.watch}.")
         sources = score_files.sources(self.input, self.out)
         request = Request(
             hash_weights(self.model),
@@ -96,6 +102,7 @@ class Score:
                         errors = self._score_on_cluster(todo, request, on_rows, self.cluster)
                 parts = [part for source in sources if (part := self.out / source.part).is_file()]
                 selection = None if errors else self._select(parts)
+                watch = None if errors or self.watch is None else self._watch(parts, self.watch, request.model)
         except KeyboardInterrupt as stop:
             raise SystemExit("afield: stopped. The same command goes on with the unfinished files.") from stop
         if errors:
@@ -105,6 +112,19 @@ class Score:
         _print_summary(console, parts, len(sources), before, self.out, time.monotonic() - started)
         if selection is not None:
             _print_selection(console, selection)
+        if watch is not None:
+            _print_watch(console, watch)
+
+    def _watch(self, parts: list[Path], alpha: float, identity: str) -> Watch:
+        """Count the rows of all parts that are not counted yet."""
+
+        def begin() -> Watch:
+            model = open_model(self.model, self.net).model
+            if isinstance(model, SNGP) and model.head.calibrated:
+                return watch_model(model, alpha=alpha, per_class=False)
+            return Watch(alpha=alpha)
+
+        return watch_files.watch_files(parts, self.out / watch_files.STATE, begin, identity=identity, alpha=alpha)
 
     def _select(self, parts: list[Path]) -> Selection | None:
         """Flag rows of all files together, or take flags away that an earlier command has left."""
@@ -218,4 +238,18 @@ def _print_selection(console: Console, found: Selection) -> None:
         text += f"{needed:,} of {found.rows:,} rows at least. A larger reference has smaller ones."
     if found.any_dependence:
         text += " The p-values may depend on each other in any way, as those of an ensemble do; so fewer are flagged."
+    console.print(text, soft_wrap=True, highlight=False)
+
+
+def _print_watch(console: Console, watch: Watch) -> None:
+    if watch.alarm is None:
+        text = f"No drift is seen in {watch.rows:,} rows: evidence {watch.evidence:.2g}, the alarm rings at "
+        text += f"{watch.line:.2g} (log10)."
+    else:
+        text = f"[bold]Drift[/bold]: the alarm rang at row {watch.alarm.row:,} of {watch.rows:,}; it began about row "
+        text += f"{watch.alarm.began + 1:,}. Without drift it would ever ring with probability {watch.alpha:g} at most."
+        most = ", ".join(f"{e.input['file']} row {e.input['row']}" for e in watch.smallest[:3])
+        text += f"\nThe furthest rows: {most}."
+    if not watch.num_reference:
+        text += " The model is not calibrated: rows are compared with earlier rows alone."
     console.print(text, soft_wrap=True, highlight=False)

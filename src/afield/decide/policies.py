@@ -17,8 +17,8 @@ cost             answer with the class of least expected cost if that is no more
 """
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -78,6 +78,15 @@ class Policy:
     coverage: float | None = None
     delta: float | None = None
     held_out: Outcome | None = None
+
+    @staticmethod
+    def from_dict(values: Mapping[str, Any]) -> "Policy":
+        """From what `dataclasses.asdict` made of it, after a trip through JSON."""
+        known = {field.name for field in fields(Policy)}
+        if not isinstance(values, Mapping) or set(values) - known:
+            raise ValueError(f"Expected the fields of a Policy, {', '.join(sorted(known))}, got {values!r}.")
+        held_out = values.get("held_out")
+        return Policy(**{**values, "held_out": None if held_out is None else Outcome(**held_out)})
 
     def decide(self, prediction: Prediction) -> Tensor:
         """True (N,) where the model may answer. What has no score, because it is NaN, is referred."""

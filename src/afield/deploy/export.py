@@ -11,6 +11,7 @@ triangular factor is an error of the variance itself. The difference of such a f
 `tolerance` is given.
 """
 
+import base64
 import contextlib
 import copy
 import io
@@ -211,6 +212,8 @@ def _metadata(
         "calibrated": alpha is not None,
         "alpha": alpha,
         "threshold": None if alpha is None else threshold(model, alpha),
+        "reference": "" if alpha is None else base64.b64encode(head.reference.cpu().numpy().tobytes()).decode(),
+        "reference_spans": graph.spans.tolist(),
         "num_reference": (graph.spans[:, 1] - graph.spans[:, 0]).tolist() or graph.num_reference,
         "precision": precision or "float32",
     }

@@ -1,7 +1,9 @@
 """What both scikit-learn estimators share: parameters, fitting, streams, validation, pickling."""
 
 import copy
+import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
@@ -14,6 +16,7 @@ from sklearn.utils.validation import check_is_fitted, validate_data
 from afield.estimators.network import Training, network, predict, standardize, train_network
 from afield.estimators.posterior import FEWEST_HELD_OUT, calibrate_on, finish
 from afield.estimators.rows import Rows, split
+from afield.estimators.saving import save_estimator
 from afield.estimators.stream import forget, learn, learn_keeping_reference
 from afield.gp.likelihoods import LIKELIHOODS
 from afield.model.sngp_model import SNGP
@@ -54,6 +57,11 @@ class Fitted(BaseEstimator):
                 "validation_fraction that is not None."
             )
         return p_value.numpy()
+
+    def save(self, folder: str | os.PathLike[str]) -> Path:
+        """Write the model with its classes and columns to a folder, without pickle: `afield serve FOLDER` serves it."""
+        check_is_fitted(self, "model_")
+        return save_estimator(self, folder)
 
     def _predict(self, X: ArrayLike) -> Prediction:
         check_is_fitted(self, "model_")

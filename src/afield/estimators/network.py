@@ -43,12 +43,17 @@ class Standardize(nn.Module):
         return (x.double() - self.shift) / self.scale
 
 
+def plain_network(in_features: int, out_features: int, *, depth: int, width: int, dropout: float) -> nn.Module:
+    """The network for a table before it is converted."""
+    hidden = ResFFN(in_features, depth=depth, width=width, dropout=dropout)
+    return nn.Sequential(Standardize(in_features), hidden, nn.Linear(width, out_features))
+
+
 def network(
     in_features: int, out_features: int, *, depth: int, width: int, dropout: float, bound: float | None, **head: Any
 ) -> SNGP:
     """An untrained network for a table; `head`: options of `GaussianProcessHead`."""
-    hidden = ResFFN(in_features, depth=depth, width=width, dropout=dropout)
-    net = nn.Sequential(Standardize(in_features), hidden, nn.Linear(width, out_features))
+    net = plain_network(in_features, out_features, depth=depth, width=width, dropout=dropout)
     # Residual layers with a bound keep the distances of the table: the features of the mean see them best.
     rules: BoundRules = None if bound is None else {"1.*.branch.*": bound}
     model = sngp(net, rules, variance_features="same", **head).double()

@@ -255,7 +255,7 @@ class TextClassifier:
         order = sorted(range(len(texts)), key=lambda i: len(texts[i]))
         batches = [order[i : i + self.batch_size] for i in range(0, len(order), self.batch_size)]
         parts = [
-            self.model.predict(self._tokenize([texts[i] for i in batch]))
+            self.model.predict(self.tokenize([texts[i] for i in batch]))
             for batch in track(batches, "texts", show=progress)
         ]
         position = torch.empty(len(order), dtype=torch.int64)
@@ -269,7 +269,8 @@ class TextClassifier:
         positions = getattr(self.model.net.config, "max_position_embeddings", None)
         return self.max_length or (own if own < _NO_LIMIT else positions)
 
-    def _tokenize(self, texts: list[str]) -> dict[str, Tensor]:
+    def tokenize(self, texts: list[str]) -> dict[str, Tensor]:
+        """What the network takes for texts."""
         encoded = self.tokenizer(
             texts, padding=True, padding_side="right", truncation=True, max_length=self.limit, return_tensors="pt"
         )

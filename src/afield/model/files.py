@@ -17,11 +17,12 @@ import secrets
 import zipfile
 from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
-from safetensors.torch import load
-from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _STALE_SECONDS = 600  # a temporary file that nobody has written to for so long has lost its writer
 _TEMPORARY = re.compile(r"\..+\.[0-9a-f]{16}\.tmp")
@@ -76,8 +77,10 @@ def hash_json(value: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def read_tensors(payload: bytes) -> dict[str, Tensor]:
+def read_tensors(payload: bytes) -> "dict[str, Tensor]":
     """The tensors of a safetensors file; ValueError if it is none, or declares other sizes than it has."""
+    from safetensors.torch import load  # here: a service of ONNX files reads and writes without torch
+
     tensor_shapes(payload)
     try:
         return load(payload)

@@ -1,0 +1,210 @@
+"""The service under load, on the loopback interface of one machine: against the bare model in a loop, and over time.
+
+    python -m bench.serve [--requests 4000] [--long 100000]        writes results/serve.json
+
+bare        one thread calls the model on one row after the other, as a program without a service would: rows a second
+service     `afield serve` in a process of its own, 32 clients in another one, each with one connection and one row a
+            request: rows a second, and the latency of a request
+share       service / bare, the median over interleaved rounds; clients, service and model share the same cores
+memory      of the service's process before and after many requests
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from multiprocessing import get_context
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+RECORD = Path(__file__).parents[1] / "results" / "serve.json"
+CLIENTS, ROUNDS = 32, 3
+
+
+def request(tensor: np.ndarray, name: str = "input") -> bytes:
+    body = {
+        "inputs": [{"name": name, "shape": list(tensor.shape), "datatype": "FP32", "data": tensor.ravel().tolist()}]
+    }
+    content = json.dumps(body).encode()
+    return f"POST /v2/models/m/infer HTTP/1.1\r\nHost: a\r\nContent-Length: {len(content)}\r\n\r\n".encode() + content
+
+
+async def _client(port: int, payloads: list[bytes], counter: list[int], seconds: list[float], wrong: list[int]) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    while counter[0] > 0:
+        counter[0] -= 1
+        start = time.perf_counter()
+        writer.write(payloads[counter[0] % len(payloads)])
+        head = await reader.readuntil(b"\r\n\r\n")
+        length = int(re.search(rb"content-length: (\d+)", head)[1])  # type: ignore[index]
+        await reader.readexactly(length)
+        seconds.append(time.perf_counter() - start)
+        wrong[0] += not head.startswith(b"HTTP/1.1 200")
+    writer.close()
+
+
+def load(port: int, payloads: list[bytes], count: int) -> dict[str, float]:
+    """Rows a second and latencies of `count` requests by 32 clients; one row each."""
+
+    async def run() -> tuple[float, list[float], int]:
+        counter, seconds, wrong = [count], list[float](), [0]
+        start = time.perf_counter()
+        await asyncio.gather(*(_client(port, payloads, counter, seconds, wrong) for _ in range(CLIENTS)))
+        return time.perf_counter() - start, seconds, wrong[0]
+
+    took, seconds, wrong = asyncio.run(run())
+    p50, p99 = np.quantile(seconds, (0.5, 0.99))
+    return {"rows_per_second": count / took, "p50_ms": 1000 * p50, "p99_ms": 1000 * p99, "failed": wrong}
+
+
+def load_elsewhere(*arguments: Any) -> dict[str, float]:
+    """In another process, as clients are."""
+    with get_context("spawn").Pool(1) as pool:
+        return pool.apply(load, arguments)
+
+
+class Service:
+    """`afield serve` as a user starts it."""
+
+    def __init__(self, arguments: list[str], folder: Path) -> None:
+        log = folder / "serve.log"
+        command = [sys.executable, "-m", "afield.cli.main", "serve", *arguments, "--port", "0"]
+        with log.open("wb") as file:
+            self.process = subprocess.Popen(command, stderr=file)
+        while not (found := re.search(r'"url": "http://127.0.0.1:(\d+)/"', log.read_text())):
+            if self.process.poll() is not None:
+                raise RuntimeError(log.read_text())
+            time.sleep(0.05)
+        self.port = int(found[1])
+
+    def megabytes(self) -> float:
+        status = Path(f"/proc/{self.process.pid}/status").read_text()
+        return int(re.search(r"VmRSS:\s+(\d+)", status)[1]) / 1024  # type: ignore[index]
+
+    def stop(self) -> None:
+        self.process.send_signal(signal.SIGTERM)
+        self.process.wait(60)
+
+
+def bare(run: Any, rows: list[np.ndarray], count: int) -> float:
+    """Rows a second of a loop over single rows."""
+    run(rows[0])
+    start = time.perf_counter()
+    for i in range(count):
+        run(rows[i % len(rows)])
+    return count / (time.perf_counter() - start)
+
+
+def compare(name: str, run: Any, service: Service, rows: list[np.ndarray], count: int) -> dict[str, Any]:
+    payloads = [request(row) for row in rows]
+    load_elsewhere(service.port, payloads, min(count, 300))  # warm
+    rounds = [(bare(run, rows, count // 4), load_elsewhere(service.port, payloads, count)) for _ in range(ROUNDS)]
+    found = {
+        "bare_rows_per_second": median(b for b, _ in rounds),
+        "share": median(s["rows_per_second"] / b for b, s in rounds),
+        **{key: median(s[key] for _, s in rounds) for key in rounds[0][1]},
+    }
+    print(name, json.dumps(found), flush=True)
+    return found
+
+
+def models(folder: Path) -> dict[str, tuple[list[str], Any, list[np.ndarray]]]:
+    """For each model: what `afield serve` is given, the bare call, and rows."""
+    import onnxruntime
+    import torch
+
+    import afield
+    from afield.cli.main import main as command
+    from afield.experiment.config import Config
+    from afield.experiment.many_runs import run_all
+    from afield.experiment.model_folder import open_model
+
+    torch.set_num_threads(1)
+    (trained,) = run_all([Config.of("two-moons", "sngp", epochs=5)], folder, jobs=1)
+    moons = open_model(trained.folder)
+    file = folder / "m.onnx"
+    command(["export", str(trained.folder), "--out", str(file)])
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = 1
+    session = onnxruntime.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
+    points = [row[None] for row in np.random.default_rng(0).normal(size=(64, 2)).astype(np.float32)]
+
+    torch.manual_seed(0)
+    images = torch.randn(128, 3, 32, 32)
+    model = afield.attach(resnet56())
+    afield.fit_posterior(model, [(images, torch.arange(128) % 10)])
+    afield.calibrate(model, [(torch.randn(300, 3, 32, 32), torch.arange(300) % 10)])
+    model.eval()
+    afield.save(model, folder / "resnet", metadata={"input_shape": [3, 32, 32]})
+    pictures = [image[None].numpy() for image in images[:32]]
+
+    def torch_call(predict: Any) -> Any:
+        return lambda row: predict(torch.from_numpy(row))
+
+    return {
+        "two-moons, ONNX": ([f"m={file}"], lambda row: session.run(None, {"input": row}), points),
+        "two-moons, torch": ([f"m={trained.folder}"], torch_call(moons.predict), points),
+        "ResNet-56 on images, torch": (
+            [f"m={folder / 'resnet'}", "--net", "bench.serve:resnet56"],
+            torch_call(model.predict),
+            pictures,
+        ),
+    }
+
+
+def resnet56() -> Any:
+    """The public network of results/attach-cifar10.json."""
+    from safetensors.torch import load_file
+
+    from afield.backbones.resnet_cifar import ResNetCIFAR
+
+    net = ResNetCIFAR(56)
+    net.load_state_dict(load_file(Path(os.environ["AFIELD_DATA"]) / "weights" / "cifar10_resnet56.safetensors"))
+    return net.eval()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--requests", type=int, default=4000)
+    parser.add_argument("--long", type=int, default=100_000)
+    options = parser.parse_args()
+    from afield.model.saving import write_file
+
+    record: dict[str, Any] = {"command": "python -m bench.serve", "cores": os.cpu_count(), "clients": CLIENTS}
+    record["models"] = {}
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        for name, (arguments, run, rows) in models(folder).items():
+            count = options.requests if "ResNet" not in name else options.requests // 4
+            service = Service([*arguments, "--log-level", "warning"], folder)
+            try:
+                record["models"][name] = compare(name, run, service, rows, count)
+                if "ONNX" in name and options.long:
+                    record["memory"] = long_run(service, rows, options.long)
+            finally:
+                service.stop()
+    write_file(RECORD, (json.dumps(record, indent=1) + "\n").encode())
+
+
+def long_run(service: Service, rows: list[np.ndarray], count: int) -> dict[str, float]:
+    """Memory after a tenth of the requests, and after all."""
+    payloads = [request(row) for row in rows]
+    load_elsewhere(service.port, payloads, count // 10)
+    before = service.megabytes()
+    found = load_elsewhere(service.port, payloads, count - count // 10)
+    grown = {"requests": count, "megabytes_before": before, "megabytes_after": service.megabytes()} | found
+    print(json.dumps(grown), flush=True)
+    return grown
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,302 @@
+"""The routes: Open Inference Protocol v2, MLflow's /invocations, metrics, and what the page asks for.
+
+Every error is {"error": "..."}: 400 for bad input, 401 without the token, 404 for what is not there, 408 for a client
+that is too slow, 413 for a body that is too large, 503 with Retry-After where the queue is full or time is up.
+"""
+
+import asyncio
+import contextlib
+import hmac
+import re
+import secrets
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import FileResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from afield.serve import protocol
+from afield.serve.batching import Batcher, Busy
+from afield.serve.engine import BadInput
+from afield.serve.invocations import parse_invocation, records
+from afield.serve.logs import LOGGER, log
+from afield.serve.metrics import Metrics
+from afield.serve.models import Models, Version
+from afield.version import __version__
+
+PAGE = Path(__file__).with_name("page")
+_OPEN = re.compile(r"/(v2/health/(live|ready)|ping|page/[\w.]+)?")  # what is shown without the token
+_ID = re.compile(r"[\w.:@/+=-]{1,128}")
+_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
+_POLICY = "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' blob: data:; connect-src 'self'"
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a request may cost: bytes of its body, rows, seconds to arrive and to be answered."""
+
+    max_bytes: int = 8 * 2**20
+    max_rows: int = 1024
+    read_seconds: float = 10.0
+    answer_seconds: float = 30.0
+
+
+class Service:
+    """The application of some models.
+
+    token  what a request must carry as `Authorization: Bearer TOKEN`; None: nothing
+    """
+
+    def __init__(
+        self,
+        models: Models,
+        metrics: Metrics,
+        *,
+        threads: int = 1,
+        limits: Limits | None = None,
+        token: str | None = None,
+        **batching: Any,
+    ) -> None:
+        self.models, self.metrics, self.limits, self.token = models, metrics, limits or Limits(), token
+        self.reading = 0  # requests whose body is on its way
+        self.ready = True
+        self.batcher = Batcher(threads, expected=lambda: self.reading, on_batch=metrics.batch.observe, **batching)
+        metrics.queue.set_function(lambda: self.batcher.rows)
+
+    def app(self) -> ASGIApp:
+        model, of = "/v2/models/{model}", {"GET": ["GET"], "POST": ["POST"]}
+        routes = [
+            Route("/", self.index),
+            Route("/page/{file}", self.static),
+            Route("/metrics", self.show_metrics),
+            Route("/ping", self.live),
+            Route("/v2", self.server),
+            Route("/v2/health/live", self.live),
+            Route("/v2/health/ready", self.is_ready),
+            Route("/v2/models", self.list_models),
+            Route("/invocations", self.invocations, methods=of["POST"]),
+        ]
+        for base in (model, f"{model}/versions/{{version}}"):
+            routes += [
+                Route(base, self.metadata),
+                Route(f"{base}/ready", self.model_ready),
+                Route(f"{base}/infer", self.infer, methods=of["POST"]),
+                Route(f"{base}/labels", self.labels, methods=of["POST"]),
+                Route(f"{base}/monitor", self.monitor),
+            ]
+        handlers: Any = {HTTPException: _http_error, Exception: _server_error}
+        handlers |= dict.fromkeys((BadInput, Busy, TimeoutError, ClientDisconnect), _known_error)
+        return _Frame(Starlette(routes=routes, exception_handlers=handlers, lifespan=self._lifespan), self)
+
+    @contextlib.asynccontextmanager
+    async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
+        self.models.watch_files()
+        yield
+        self.ready = False
+        await asyncio.to_thread(self.batcher.close)
+        await asyncio.to_thread(self.models.close)
+
+    # The protocol
+
+    async def server(self, request: Request) -> Response:
+        return _json({"name": "afield", "version": __version__, "extensions": []})
+
+    async def live(self, request: Request) -> Response:
+        return _json({"live": True})
+
+    async def is_ready(self, request: Request) -> Response:
+        return _json({"ready": self.ready}, 200 if self.ready else 503)
+
+    async def list_models(self, request: Request) -> Response:
+        return _json({"models": [_describe(self.models.find(name)) for name in self.models.current]})
+
+    async def metadata(self, request: Request) -> Response:
+        return _json(_describe(self._version(request), list(self.models.current[request.path_params["model"]])))
+
+    async def model_ready(self, request: Request) -> Response:
+        version = self._version(request)
+        return _json({"name": version.model, "ready": True})
+
+    async def infer(self, request: Request) -> Response:
+        version, body = self._version(request), await self._body(request)
+        asked = protocol.parse_infer(body, version.engine, self.limits.max_rows)
+        answers = await self._run(request, version, asked)
+        return _json(protocol.response(version.model, version.name, asked, answers))
+
+    async def invocations(self, request: Request) -> Response:
+        version = self.models.default
+        if version is None:
+            raise HTTPException(404, "There is no model here.")
+        body = await self._body(request)
+        arrays = parse_invocation(body, request.headers.get("content-type", ""), version.engine)
+        asked = protocol.check_request(arrays, version.engine, self.limits.max_rows)
+        answers = await self._run(request, version, asked)
+        return _json({"predictions": records(answers)})
+
+    async def labels(self, request: Request) -> Response:
+        version = self._version(request)
+        content = protocol.parse_json(await self._body(request))
+        if not (isinstance(content, dict) and isinstance(content.get("labels"), list)):
+            raise BadInput('Expected {"id": ID, "labels": [...]}.')
+        return _json(version.monitor.add_labels(str(content.get("id")), content["labels"]))
+
+    # The page and what it asks for
+
+    async def index(self, request: Request) -> Response:
+        return _file("index.html")
+
+    async def static(self, request: Request) -> Response:
+        return _file(request.path_params["file"])
+
+    async def monitor(self, request: Request) -> Response:
+        version = self._version(request)
+        return _json(await asyncio.to_thread(version.monitor.summary))
+
+    async def show_metrics(self, request: Request) -> Response:
+        return Response(self.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    # Steps of a request
+
+    def _version(self, request: Request) -> Version:
+        model, version = request.path_params["model"], request.path_params.get("version")
+        found = self.models.find(model, version)
+        if found is None:
+            there = ", ".join(self.models.current.get(model, {}) or self.models.current)
+            what = f"version {version!r} of {model!r}" if model in self.models.current else f"model {model!r}"
+            raise HTTPException(404, f"There is no {what} here, only {there}.")
+        return found
+
+    async def _body(self, request: Request) -> bytes:
+        limit, parts, size = self.limits.max_bytes, [], 0
+        declared = request.headers.get("content-length", "0")
+        too_large = HTTPException(413, f"The body has more than {limit} bytes.")
+        if declared.isdecimal() and int(declared) > limit:
+            raise too_large
+        self.reading += 1
+        try:
+            async with asyncio.timeout(self.limits.read_seconds):
+                async for part in request.stream():
+                    size += len(part)
+                    if size > limit:
+                        raise too_large
+                    parts.append(part)
+        except TimeoutError as error:
+            raise HTTPException(408, f"The body took more than {self.limits.read_seconds:g} s.") from error
+        finally:
+            self.reading -= 1
+        return b"".join(parts)
+
+    async def _run(self, request: Request, version: Version, asked: protocol.Request) -> dict[str, Any]:
+        request.scope["afield"] |= {"model": version.model, "version": version.name, "rows": asked.rows}
+        try:
+            async with asyncio.timeout(self.limits.answer_seconds):
+                answers = await self.batcher.run(version.engine, asked.arrays, asked.rows)
+        except BadInput:
+            self.metrics.failures.labels(version.model, version.name).inc()
+            raise
+        self.metrics.answered(version.model, version.name, asked.rows, answers)
+        version.monitor.add(asked.id or request.scope["afield"]["request"], asked.arrays, answers)
+        return answers
+
+
+class _Frame:
+    """Around every request: its id, the token, the log line and the metrics."""
+
+    def __init__(self, app: ASGIApp, service: Service) -> None:
+        self.app, self.service = app, service
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        headers, started = dict(scope["headers"]), time.perf_counter()
+        given = headers.get(b"x-request-id", b"").decode("latin-1")
+        about = scope["afield"] = {"request": given if _ID.fullmatch(given) else secrets.token_hex(8)}
+        status = 500
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [*message.get("headers", []), (b"x-request-id", about["request"].encode())]
+            await send(message)
+
+        app: Callable[[Scope, Receive, Send], Awaitable[None]] = self.app
+        if not self._allowed(scope, headers):
+            app = _error(401, "This service asks for Authorization: Bearer TOKEN.", {"www-authenticate": "Bearer"})
+        try:
+            await app(scope, receive, send_with_id)
+        finally:
+            seconds = time.perf_counter() - started
+            route = getattr(scope.get("route"), "path", "other")
+            self.service.metrics.requests.labels(route, status).inc()
+            self.service.metrics.seconds.labels(route).observe(seconds)
+            log("request", **about, method=scope["method"], path=scope["path"][:200], status=status,
+                ms=round(1000 * seconds, 2))  # fmt: skip
+
+    def _allowed(self, scope: Scope, headers: dict[bytes, bytes]) -> bool:
+        token = self.service.token
+        if token is None or _OPEN.fullmatch(scope["path"]):
+            return True
+        return hmac.compare_digest(headers.get(b"authorization", b""), b"Bearer " + token.encode())
+
+
+def _describe(version: Version | None, versions: list[str] | None = None) -> dict[str, Any]:
+    assert version is not None
+    engine = version.engine
+    return {
+        "name": version.model,
+        "versions": versions or [version.name],
+        "platform": engine.platform,
+        "inputs": [spec.describe() for spec in engine.inputs],
+        "outputs": [spec.describe() for spec in engine.outputs],
+        "parameters": {
+            "version": version.name,
+            "identity": engine.identity,
+            "labels": list(engine.labels),
+            "alpha": engine.alpha,
+            "num_reference": len(engine.reference),
+            "features": list(engine.features),
+            "policy": engine.policy,
+        },
+    }
+
+
+def _json(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(protocol.dump(value), status, headers, media_type="application/json")
+
+
+def _error(status: int, message: str, headers: dict[str, str] | None = None) -> Response:
+    return _json({"error": message}, status, headers)
+
+
+def _http_error(request: Request, error: HTTPException) -> Response:
+    return _error(error.status_code, error.detail, dict(error.headers or {}))
+
+
+def _known_error(request: Request, error: Exception) -> Response:
+    if isinstance(error, Busy):
+        return _error(503, str(error), {"retry-after": "1"})
+    if isinstance(error, TimeoutError):
+        return _error(503, "The answer took too long.", {"retry-after": "1"})
+    return _error(400, str(error) or "The client went away.")
+
+
+def _server_error(request: Request, error: Exception) -> Response:
+    LOGGER.error("error", exc_info=error, extra={"fields": request.scope["afield"]})
+    return _error(500, "Something is wrong with this service; its log says what.")
+
+
+def _file(name: str) -> Response:
+    file = PAGE / name
+    if file.parent != PAGE or file.suffix not in _TYPES or not file.is_file():
+        raise HTTPException(404, "There is no such file.")
+    headers = {"content-security-policy": _POLICY, "cache-control": "no-cache", "x-content-type-options": "nosniff"}
+    return FileResponse(file, media_type=_TYPES[file.suffix], headers=headers)

@@ -1,0 +1,176 @@
+"""From paths to a running service: open models, bind, answer; when told to stop, answer what was taken, then stop."""
+
+import asyncio
+import functools
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+try:
+    import uvicorn
+    from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+    from afield.serve.app import Limits, Service
+    from afield.serve.metrics import Metrics
+    from afield.serve.models import Models, Source
+except ImportError as error:
+    raise ImportError(f'{error}. The service needs an extra: pip install "afield[serve]".') from error
+
+from afield.serve import logs
+from afield.serve.engine import Engine
+from afield.serve.open_onnx import open_onnx
+
+GRACE = 30  # seconds in which requests that were taken are answered
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to serve. The fields are the flags of `afield serve`."""
+
+    host: str = "127.0.0.1"
+    port: int = 8080
+    threads: int = os.cpu_count() or 1
+    alpha: float | None = None
+    drift_alpha: float = 0.01
+    risk: float | None = None
+    state: Path | None = None
+    token: str | None = None
+    limits: Limits = field(default_factory=Limits)
+    max_batch: int = 64
+    max_wait_ms: float = 2.0
+    max_queue: int = 4096
+
+
+def sources_of(models: list[str], nets: list[str] | None = None, *, alpha: float | None = None) -> list[Source]:
+    """From NAME=PATH or PATH, and module:function or NAME=module:function for folders of `afield.save`."""
+    named_nets = {entry.rpartition("=")[0]: entry.rpartition("=")[2] for entry in nets or []}
+    sources = []
+    for entry in models:
+        name, _, path = entry.rpartition("=")
+        place = Path(path)
+        if not place.exists():
+            raise ValueError(f"There is no model at {place}.")
+        name = name or place.resolve().name.removesuffix(".onnx")
+        net = named_nets.get(name, named_nets.get(""))
+        sources.append(Source(name, functools.partial(open_path, net=net, alpha=alpha), place))
+    unknown = set(named_nets) - {""} - {source.name for source in sources}
+    if unknown:
+        raise ValueError(f"--net names the model {', '.join(unknown)}, which is not served.")
+    return sources
+
+
+def open_path(path: Path, net: str | None = None, *, alpha: float | None = None) -> Engine:
+    """The engine of an ONNX file, or of a folder; a folder that holds nothing but model.onnx counts as the file."""
+    if path.suffix == ".onnx":
+        return open_onnx(path)
+    if (path / "model.onnx").is_file() and not any((path / name).exists() for name in ("afield.json", "config.json")):
+        return open_onnx(path / "model.onnx")
+    from afield.serve.open_torch import open_folder  # here: ONNX files are served without torch
+
+    return open_folder(path, net, alpha=alpha)
+
+
+def only_onnx(models: list[str]) -> bool:
+    """Whether all of these are ONNX files, so that torch is not needed."""
+    return all(entry.endswith(".onnx") for entry in models)
+
+
+def make_service(sources: list[Source], options: Options) -> Service:
+    """The service of some models."""
+    metrics = Metrics()
+    monitored = {"alpha": options.drift_alpha, "risk": options.risk}
+    models = Models(sources, metrics, options.state, monitored)
+    if "torch" in sys.modules:
+        from afield.serve.open_torch import use_threads
+
+        use_threads(max(1, (os.cpu_count() or 1) // options.threads))
+    return Service(
+        models,
+        metrics,
+        threads=options.threads,
+        limits=options.limits,
+        token=options.token,
+        max_batch=options.max_batch,
+        max_wait=options.max_wait_ms / 1000,
+        max_queue=options.max_queue,
+    )
+
+
+class Protocol(HttpToolsProtocol):
+    """A connection that says nothing, or only half a request, is closed after a while."""
+
+    patience = 15.0
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self._impatient = self.loop.call_later(self.patience, self._give_up)
+
+    def on_headers_complete(self) -> None:
+        self._impatient.cancel()
+        super().on_headers_complete()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._impatient.cancel()
+        super().connection_lost(exc)
+
+    def _give_up(self) -> None:
+        if self.transport is not None and not self.transport.is_closing():
+            self.transport.close()
+
+
+def make_server(service: Service) -> uvicorn.Server:
+    """The server; `serve(sockets=...)` runs it."""
+    config = uvicorn.Config(
+        service.app(),
+        http=Protocol,
+        lifespan="on",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        date_header=False,
+        timeout_keep_alive=75,
+        timeout_graceful_shutdown=GRACE,
+        backlog=2048,
+    )
+    return uvicorn.Server(config)
+
+
+def bind(options: Options) -> socket.socket:
+    """The listening socket; port 0 takes any that is free."""
+    family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
+    listening = socket.socket(family, socket.SOCK_STREAM)
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listening.bind((options.host, options.port))
+    except OSError as error:
+        listening.close()
+        raise ValueError(f"Cannot listen on {options.host}:{options.port}: {error.strerror}.") from error
+    return listening
+
+
+def serve(
+    sources: list[Source],
+    options: Options,
+    *,
+    log_level: str = "info",
+    on_listening: Callable[[str], None] = lambda url: logs.say("listening", url=url, pid=os.getpid()),
+) -> None:
+    """Serve until SIGTERM or Ctrl-C; `on_listening` is called with the address when requests may come."""
+    logs.configure(log_level)
+    listening = bind(options)
+    service = make_service(sources, options)
+    if options.host not in ("127.0.0.1", "::1", "localhost") and options.token is None:
+        logs.LOGGER.warning("no token", extra={"fields": {"host": options.host, "advice": "--token-file"}})
+    host, port = listening.getsockname()[:2]
+    url = f"http://{f'[{host}]' if ':' in host else host}:{port}/"
+    listening.listen(2048)  # requests wait in the socket until the loop runs
+    on_listening(url)
+    for number in (signal.SIGTERM, signal.SIGINT):  # uvicorn handles them, and raises them again when all is done
+        signal.signal(number, lambda *_: None)
+    asyncio.run(make_server(service).serve(sockets=[listening]))
+    logs.log("stopped")

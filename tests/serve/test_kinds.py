@@ -1,0 +1,119 @@
+"""What is served besides folders of `afield.save`: ONNX exports without torch, Hugging Face models by their texts."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import afield
+from tests.serve.conftest import columns, fitted, running
+
+pytestmark = pytest.mark.slow
+
+
+def start(arguments: list[str], log: Path) -> tuple[subprocess.Popen[bytes], str]:
+    """A service as a user starts it, and its address."""
+    command = [sys.executable, "-m", "afield.cli.main", "serve", *arguments, "--port", "0"]
+    with log.open("wb") as file:
+        process = subprocess.Popen(command, stderr=file)
+    while process.poll() is None:
+        if found := re.search(r'"url": "([^"]+)"', log.read_text()):
+            return process, found[1]
+        time.sleep(0.05)
+    raise AssertionError(log.read_text())
+
+
+def post(url: str, body: Any) -> Any:
+    for _ in range(100):
+        try:
+            with urllib.request.urlopen(url, json.dumps(body).encode(), timeout=20) as answer:
+                return json.load(answer)
+        except urllib.error.URLError:
+            time.sleep(0.1)
+    raise AssertionError("no answer")
+
+
+def test_an_onnx_export_is_served_without_torch(tmp_path: Path):
+    pytest.importorskip("onnxscript")
+    model, x = fitted(), torch.randn(8, 2)
+    file = tmp_path / "clouds.onnx"
+    done = afield.export.export(model, file, x, labels=["a", "b", "c"])
+    process, url = start([str(file)], tmp_path / "log")
+    try:
+        body = {"inputs": [{"name": "input", "shape": [8, 2], "datatype": "FP32", "data": x.tolist()}]}
+        found, p = columns(post(f"{url}v2/models/clouds/infer", body)), model.predict(x)
+        assert torch.allclose(torch.tensor(found["probabilities"]), p.probs, atol=1e-4)
+        assert found["accepted"] == p.accept(done.metadata["alpha"]).tolist()
+        assert found["label"] == [["a", "b", "c"][k] for k in p.labels]
+        if Path("/proc/self/maps").exists():
+            assert "libtorch" not in Path(f"/proc/{process.pid}/maps").read_text()
+        with urllib.request.urlopen(f"{url}v2/models/clouds", timeout=20) as answer:
+            about = json.load(answer)
+        assert about["parameters"]["num_reference"] == model.head.reference.numel()
+    finally:
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0
+
+
+def test_kill_9_leaves_a_watch_that_goes_on(tmp_path: Path):
+    pytest.importorskip("onnxscript")
+    afield.export.export(fitted(), tmp_path / "m.onnx", torch.randn(8, 2))
+    body = {"inputs": [{"name": "input", "shape": [8, 2], "datatype": "FP32", "data": torch.randn(8, 2).tolist()}]}
+    rows = []
+    for _ in range(2):
+        process, url = start([str(tmp_path / "m.onnx"), "--state", str(tmp_path / "state")], tmp_path / "log")
+        try:
+            post(f"{url}v2/models/m/infer", body)
+            deadline, found = time.monotonic() + 10, {"rows": 0}
+            while time.monotonic() < deadline and found["rows"] < 8 * (len(rows) + 1):
+                with urllib.request.urlopen(f"{url}v2/models/m/monitor", timeout=20) as answer:
+                    found = json.load(answer)["drift"]
+            rows.append(found["rows"])
+        finally:
+            os.kill(process.pid, signal.SIGKILL)
+            process.wait(30)
+    assert rows == [8, 16]
+
+
+def test_texts_are_answered_as_the_classifier_answers_them(tmp_path: Path):
+    transformers = pytest.importorskip("transformers")
+    from afield.integrations.huggingface import TextClassifier, attach, save_pretrained
+    from afield.serve.server import sources_of
+
+    words = [
+        "[PAD]",
+        "[UNK]",
+        "[CLS]",
+        "[SEP]",
+        "[MASK]",
+        *["where", "is", "my", "card", "pay", "the", "bill", "play", "a", "song"],
+    ]
+    tokenizer = transformers.BertTokenizerFast(vocab={word: i for i, word in enumerate(words)})
+    config = transformers.BertConfig(vocab_size=len(words), hidden_size=32, num_hidden_layers=1, num_attention_heads=2,
+                                     intermediate_size=32, num_labels=2, id2label={0: "ask", 1: "act"})  # fmt: skip
+    model = attach(transformers.BertForSequenceClassification(config).eval(), num_random_features=32)
+    ids = torch.randint(5, len(words), (300, 6))
+    afield.fit_posterior(model, [{"input_ids": ids, "labels": torch.arange(300) % 2}])
+    afield.calibrate(model, [{"input_ids": ids, "labels": torch.arange(300) % 2}])
+    save_pretrained(model, tmp_path / "texts", tokenizer)
+    texts = ["where is my card", "play a song", "pay"]
+    expected = TextClassifier.from_pretrained(tmp_path / "texts")(texts, alpha=0.05)
+    with running(sources_of([str(tmp_path / "texts")])) as client:
+        entry = {"name": "text", "shape": [3], "datatype": "BYTES", "data": texts}
+        status, answer, _ = client("POST", "/v2/models/texts/infer", {"inputs": [entry]})
+        assert status == 200, answer
+        found = columns(answer)
+        assert found["label"] == [row["label"] for row in expected]
+        assert found["p_value"] == pytest.approx([row["p_value"] for row in expected], abs=1e-5)
+        plain = client("POST", "/invocations", {"inputs": texts})[1]["predictions"]
+        assert [row["label"] for row in plain] == found["label"]
+        assert client("POST", "/invocations", {"inputs": [1, 2]})[0] == 400

@@ -1,0 +1,128 @@
+"""The page in a real browser: it loads, predicts, shows a refusal, rings after a shift, and is readable when narrow."""
+
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from afield.serve.models import Source
+from afield.serve.open_torch import open_sngp
+from tests.serve.conftest import Client, fitted, running
+from tests.serve.test_service import wait_for
+
+pytestmark = pytest.mark.slow
+LABELS = ("red", "green", "blue")
+
+
+@pytest.fixture(scope="module")
+def client() -> Iterator[Client]:
+    engine = open_sngp(fitted(), labels=LABELS)
+    with running([Source("m", lambda path: engine)]) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def browser(client: Client) -> Iterator[Any]:
+    selenium = pytest.importorskip("selenium", reason="needs pip install selenium")
+    if not shutil.which("chromium") or not shutil.which("chromedriver"):
+        pytest.skip("needs chromium and chromedriver (Debian: apt-get install chromium chromium-driver)")
+    from selenium import webdriver
+    from selenium.webdriver.chrome.service import Service
+
+    assert selenium
+    options = webdriver.ChromeOptions()
+    options.binary_location = str(shutil.which("chromium"))
+    for argument in (
+        "--headless=new",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--disable-dev-shm-usage",
+        "--window-size=1200,1000",
+    ):
+        options.add_argument(argument)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    driver = webdriver.Chrome(options, Service(shutil.which("chromedriver")))
+    try:
+        driver.get(f"http://127.0.0.1:{client.port}/")
+        yield driver
+    finally:
+        driver.quit()
+
+
+def text(browser: Any, id: str) -> str:
+    return browser.find_element("id", id).text
+
+
+def try_rows(browser: Any, rows: str) -> str:
+    browser.find_element("id", "input").clear()
+    browser.find_element("id", "input").send_keys(rows)
+    before = text(browser, "answer")
+    browser.find_element("css selector", "#try button").click()
+    wait_for(lambda: text(browser, "answer") not in ("", before))
+    return text(browser, "answer")
+
+
+def keep_screenshot(browser: Any, name: str, folder: Path) -> None:
+    browser.save_screenshot(str(Path(os.environ.get("AFIELD_SCREENSHOTS", folder)) / f"{name}.png"))
+
+
+def test_the_page_in_a_browser(browser: Any, client: Client, tmp_path: Path):
+    wait_for(lambda: "refuses at most" in text(browser, "about"))
+    answer = try_rows(browser, "0.1, 0.2")
+    assert any(label in answer for label in LABELS)
+    assert "p-value" in answer
+    assert "I don't know" in try_rows(browser, "70, -90")
+    assert "Rows are numbers" in try_rows(browser, "a, b")
+    assert "Row 1 has 3 numbers, expected 2" in try_rows(browser, "1, 2, 3")
+    wait_for(lambda: "refused" in text(browser, "recent"))
+    rows = browser.find_elements("css selector", "#recent tr")
+    assert "refused" in rows[1].get_attribute("class")  # refused ones come first
+    assert "ringing" not in browser.find_element("id", "alarm").get_attribute("class")
+    table = tmp_path / "rows.csv"
+    table.write_text("a,b\n0.5,0.5\n-0.3,0.1\n")
+    browser.find_element("id", "file").send_keys(str(table))
+    wait_for(lambda: len(browser.find_elements("css selector", "#answer article")) == 2)
+    keep_screenshot(browser, "light", tmp_path)
+
+    x = torch.randn(50, 2, generator=torch.Generator().manual_seed(0))
+    labels = next(o["data"] for o in client.infer(x, id="known")[1]["outputs"] if o["name"] == "label")
+    wait_for(lambda: client("POST", "/v2/models/m/labels", {"id": "known", "labels": labels})[0] == 200)
+    client.infer(x + 9)
+    wait_for(lambda: "the alarm rang at row" in text(browser, "alarm"))
+    wait_for(lambda: "can be promised any more" in text(browser, "reliability-text"))
+    assert browser.find_elements("css selector", "#curve .limit")
+    assert browser.find_elements("css selector", "#reliability circle")
+    keep_screenshot(browser, "alarm", tmp_path)
+
+    dark = {"features": [{"name": "prefers-color-scheme", "value": "dark"}]}
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", dark)
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride",
+                            {"width": 380, "height": 1900, "deviceScaleFactor": 1, "mobile": True})  # fmt: skip
+    wait_for(lambda: browser.execute_script("return document.documentElement.scrollWidth") <= 380)
+    assert browser.execute_script("return getComputedStyle(document.body).backgroundColor") == "rgb(20, 24, 27)"
+    keep_screenshot(browser, "narrow-dark", tmp_path)
+    assert [entry for entry in browser.get_log("browser") if entry["level"] == "SEVERE"] == []
+
+
+def test_the_keyboard_is_enough(browser: Any, client: Client):
+    from selenium.webdriver.common.action_chains import ActionChains
+    from selenium.webdriver.common.keys import Keys
+
+    browser.get(f"http://127.0.0.1:{client.port}/")
+    wait_for(lambda: "refuses at most" in text(browser, "about"))
+    seen = []
+    for _ in range(5):
+        ActionChains(browser).send_keys(Keys.TAB).perform()
+        seen.append(browser.switch_to.active_element.get_attribute("id") or browser.switch_to.active_element.tag_name)
+    assert seen == ["a", "model", "input", "button", "file"]
+    browser.find_element("id", "input").send_keys("0.3, 0.3", Keys.CONTROL, Keys.ENTER)
+    wait_for(lambda: text(browser, "answer"))
+    unnamed = browser.execute_script(
+        "return [...document.querySelectorAll('input, select, textarea, svg')].filter("
+        "e => !(e.labels && e.labels.length) && !e.getAttribute('aria-labelledby')).map(e => e.id)"
+    )
+    assert unnamed == []
