@@ -16,7 +16,7 @@ demo: .venv/.demo
 	$(BIN)/afield demo
 
 test: .venv/.dev
-	$(BIN)/pytest -n 2
+	$(BIN)/pytest -n 2 --dist worksteal # files stay together: each fits its models and imports once
 
 test-slow: .venv/.dev
 	$(BIN)/pytest -m slow

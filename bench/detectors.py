@@ -64,14 +64,20 @@ class Source:
     output: nn.Linear | None
 
 
-def cifar10(weights: str, **options: Any) -> Source:
-    """A CIFAR-10 ResNet-56 of the data folder."""
+def load_net(weights: str, **options: Any) -> tuple[ResNetCIFAR, Path]:
+    """A CIFAR-10 ResNet-56 of the data folder, and the file of its weights."""
     file = Path(os.environ["AFIELD_DATA"]) / "weights" / f"{weights}.safetensors"
     net = ResNetCIFAR(56, **options)
     net.load_state_dict({name.replace("fc.", "linear."): tensor for name, tensor in load_file(file).items()})
     net.eval().to(memory_format=torch.channels_last)
-    hidden = _cached(file, lambda: {name: hidden_of(net, x) for name, x in _images().items()})
-    labels, test = (_load(SETS[name])[1].long() for name in ("train", "test"))
+    return net, file
+
+
+def cifar10(weights: str, **options: Any) -> Source:
+    """A CIFAR-10 ResNet-56 of the data folder."""
+    net, file = load_net(weights, **options)
+    hidden = cached(file, lambda: {name: hidden_of(net, x) for name, x in images().items()})
+    labels, test = (load(SETS[name])[1].long() for name in ("train", "test"))
     torch.manual_seed(0)
     model = afield.attach(net.linear)
     afield.fit_posterior(model, list(zip(hidden["train"].split(500), labels.split(500), strict=True)))
@@ -133,21 +139,21 @@ def tables() -> dict[str, str]:
     return {"detectors": markdown(rows, left=2)}
 
 
-def _images() -> dict[str, Tensor]:
+def images() -> dict[str, Tensor]:
     """Images (N, 3, 32, 32) in bytes by set; digits stand on black, the same in all channels."""
-    images = {name: _load(file)[0].permute(0, 3, 1, 2) for name, file in SETS.items()}
-    digits = nn.functional.pad(_load("mnist_test10k")[0][:2500], (2, 2, 2, 2))
+    images = {name: load(file)[0].permute(0, 3, 1, 2) for name, file in SETS.items()}
+    digits = nn.functional.pad(load("mnist_test10k")[0][:2500], (2, 2, 2, 2))
     return images | {"mnist": digits[:, None].expand(-1, 3, -1, -1), "noise": noise(2500, (3, 32, 32), 0).tensors[0]}
 
 
-def _load(name: str) -> tuple[Tensor, Tensor]:
+def load(name: str) -> tuple[Tensor, Tensor]:
     with np.load(Path(os.environ["AFIELD_DATA"]) / "images" / f"{name}.npz") as data:
         return torch.from_numpy(data["x"]), torch.from_numpy(data["y"])
 
 
-def _cached(weights: Path, make: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Hidden vectors by set, made once for these weights and the sets of today."""
-    key = hashlib.blake2b(weights.read_bytes() + repr((SETS, NEAR, FAR)).encode(), digest_size=8).hexdigest()
+def cached(weights: Path, make: Callable[[], dict[str, Tensor]], *, sets: Any = (SETS, NEAR, FAR)) -> dict[str, Tensor]:
+    """Hidden vectors by set, made once for these weights and these sets."""
+    key = hashlib.blake2b(weights.read_bytes() + repr(sets).encode(), digest_size=8).hexdigest()
     file = Path(tempfile.gettempdir()) / "afield-detectors" / f"{weights.stem}-{key}.safetensors"
     if not file.exists():
         file.parent.mkdir(exist_ok=True)

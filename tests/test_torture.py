@@ -23,8 +23,8 @@ CHEAP = ("bits", "edits", "pickles", "tables", "tars", "numbers")
 @pytest.mark.parametrize("name", CHEAP)
 def test_nothing_is_lost_and_nothing_silently_wrong(name: str) -> None:
     """Here, without a process that is watched: a fault that ends this one is noticed, too."""
-    found = results(name, most=40)
-    assert len(found) == 40
+    found = results(name, most=25)
+    assert len(found) == 25
     assert not [result.text for result in found if result.outcome in (Outcome.LOST, Outcome.WRONG)]
 
 
@@ -121,6 +121,7 @@ worker.main()
 """
 
 
+@pytest.mark.slow
 def test_a_worker_that_dies_or_hangs_is_noticed_and_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fault 1 ends the process, fault 3 hangs it; the others are survived."""
     monkeypatch.setitem(kinds.KINDS, "deadly", Kind("deadly", "", kinds.KINDS["bits"].open, share=1, limit=2))

@@ -22,8 +22,8 @@ class Settings:
     """L2 penalty; decoupled for adamw. Random features and biases have none."""
     head_weight_decay: float | None = None
     """Of the output layer alone; None: as the rest; for a Gaussian process of classes its prior's, ridge / examples."""
-    schedule: Literal["cosine", "linear", "steps", "constant"] = "cosine"
-    """How the learning rate falls; steps: times 0.2 at 30%, 60% and 80%."""
+    schedule: Literal["cosine", "linear", "steps", "tenths", "constant"] = "cosine"
+    """How the learning rate falls; steps: times 0.2 at 30%, 60% and 80%; tenths: times 0.1 at 1/3, 2/3 and 8/9."""
     warmup: float = 0.0
     """Part of the training in which the learning rate rises from zero."""
     word_dropout: float = 0.0

@@ -31,13 +31,15 @@ from afield.estimators.rows import Rows, split
 from afield.prediction.metrics import auroc
 from afield.settings import Settings
 
-SMALL = {"width": 8, "num_random_features": 32, "max_iter": 10, "batch_size": 64}
+SMALL = {"width": 8, "num_random_features": 32, "batch_size": 64}
 QUICK = {"width": 16, "num_random_features": 64, "max_iter": 15, "random_state": 0}
 both = pytest.mark.parametrize("kind", [SNGPClassifier, SNGPRegressor])
 likelihoods = pytest.mark.parametrize("likelihood", ["categorical", "gaussian"])
 
 
-@parametrize_with_checks([SNGPClassifier(**SMALL), SNGPRegressor(**SMALL)], expected_failed_checks=lambda e: {})
+@parametrize_with_checks(
+    [SNGPClassifier(**SMALL, max_iter=6), SNGPRegressor(**SMALL, max_iter=10)], expected_failed_checks=lambda e: {}
+)
 def test_battery(estimator, check):
     check(estimator)
 

@@ -28,6 +28,7 @@ def make():
 number = 3
 wrong = dict
 """
+pytestmark = pytest.mark.usefixtures("small_toys")
 X = torch.randn(40, 2, generator=torch.Generator().manual_seed(0))
 
 

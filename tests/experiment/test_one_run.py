@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import os
 import random
 import shutil
@@ -19,6 +20,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from afield.backbones.resnet50 import ResNet50
 from afield.errors import DamagedRun
 from afield.experiment import one_run, run_folder
 from afield.experiment.config import Config
@@ -26,6 +28,7 @@ from afield.experiment.evaluation import evaluate, fit_scores, output_layer, sco
 from afield.experiment.many_runs import run_all, split_ensembles
 from afield.experiment.model_folder import open_model, restore_model
 from afield.experiment.one_run import run
+from afield.experiment.plan import RATE, count_work, plan
 from afield.experiment.run_folder import read_log
 from afield.experiment.suites import SUITES
 from afield.experiment.task_parts import predict_part
@@ -39,6 +42,7 @@ from afield.prediction.prediction import Prediction
 from afield.tasks import TASKS, Task
 
 HASHED = {"config.toml", "metrics.json", "predictions.npz", "model.safetensors", "environment.json"}
+pytestmark = pytest.mark.usefixtures("small_toys")
 FILES = HASHED | {"log.jsonl", "hashes.json"}
 
 
@@ -47,7 +51,7 @@ def config(method: str = "sngp", task: str = "two-moons", **changes: object) -> 
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> run_folder.Run:
+def finished(tmp_path_factory: pytest.TempPathFactory, small_toys: None) -> run_folder.Run:
     return run(config(), tmp_path_factory.mktemp("runs"))
 
 
@@ -164,6 +168,7 @@ run(config, Path(sys.argv[1]), on_epoch=wait_after_two)
 """
 
 
+@pytest.mark.usefixtures("whole_toys")
 def test_kill_9_loses_at_most_one_epoch_and_the_lock_dies_with_its_process(tmp_path: Path):
     other = subprocess.Popen([sys.executable, "-c", SCRIPT, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     assert other.stdout is not None
@@ -208,7 +213,7 @@ def open_weights(finished: run_folder.Run) -> dict[str, torch.Tensor]:
 TASK: dict[str, Task] = {}
 
 
-@pytest.mark.parametrize("number", [40, pytest.param(1700, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("number", [10, pytest.param(1700, marks=pytest.mark.slow)])
 def test_no_flipped_bit_of_a_run_folder_is_ever_silently_wrong(number: int, finished: run_folder.Run, tmp_path: Path):
     folder = tmp_path / "two-moons" / "sngp" / "0"
     shutil.copytree(finished.folder, folder)
@@ -411,6 +416,7 @@ def test_members_are_split_from_ensembles_and_each_comes_once(pair: str):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("whole_toys")
 def test_two_processes_make_what_one_makes(tmp_path: Path):
     configs, events = [config("dnn", seed=s) for s in (0, 1)], []
     done = run_all(configs, tmp_path, jobs=2, on_progress=events.append)
@@ -516,6 +522,32 @@ def test_suites_name_runs_that_exist(name: str, preset: str):
     assert [(c.task, c.method, c.seed) for c in lower] == [(c.task, c.method, c.seed) for c in configs]
     with pytest.raises(ValueError, match="at least one seed"):
         suite.configs(preset, seeds=0)
+
+
+# Plans
+
+
+def test_a_plan_counts_the_work_of_resnet50_on_imagenet():
+    """4.1 billion multiplications an image, as published for this form of the network, and 23.5 million weights."""
+    suite = SUITES["imagenet"]
+    rows = {row.method: row for row in plan(suite.configs("paper"))}
+    assert set(rows) == {method for methods in suite.methods.values() for method in methods}
+    sngp, images = rows["sngp"], 1_268_355
+    assert (sngp.trainings, sngp.epochs, sngp.examples, sngp.steps) == (10, 90, images, 90 * math.ceil(images / 256))
+    work = count_work(ResNet50(), torch.zeros(1, 3, 224, 224))
+    assert work.operations == pytest.approx(2 * 4.09e9, rel=0.01)
+    assert work.parameters == 23_508_032
+    hours = 10 * 3 * work.operations * images * 90 / RATE / 3600
+    assert hours < sngp.gpu_hours < 1.02 * hours
+    assert 20 < sngp.memory < 40  # GB, for batches of 256
+    for method in ("dnn-temperature", "deep-ensemble", "sngp-ensemble"):
+        assert rows[method].trainings == rows[method].gpu_hours == 0
+
+
+def test_a_plan_takes_what_it_does_not_know_from_the_data():
+    (row,) = plan([Config.of("two-moons", "dnn", preset="smoke", batch_size=300)])
+    assert (row.trainings, row.examples, row.steps) == (1, 1000, 2 * 4)
+    assert 0 < row.gpu_hours < 1e-3
 
 
 # Evaluation

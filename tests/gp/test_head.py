@@ -754,3 +754,20 @@ def test_a_head_has_a_predictive_of_its_own_that_a_call_can_change():
     assert head.predict(h, predictive="mean_field").members is None
     with pytest.raises(ValueError, match="magic"):
         make(predictive="magic")
+
+
+@torch.no_grad()
+def test_far_away_monte_carlo_tends_to_uniform_as_samples_grow_and_mean_field_is_there():
+    """The paper's proposition on convergence: the mean is zero there, so all classes are drawn alike."""
+    head = fitted(num_random_features=128, amplitude=5.0)
+    far = 1e4 * F.normalize(normal(100, 4, number=9))
+    head.weight.zero_()  # the mean in the limit of many features; with D of them it fluctuates about it
+    uniform = torch.full((100, 3), 1 / 3, dtype=torch.float64)
+    torch.testing.assert_close(head.predict(far).probs, uniform)
+    errors = []
+    for samples in (16, 256, 4096):
+        drawn = head.predict(far, predictive="monte_carlo", num_samples=samples, generator=seed(2))
+        errors.append(float((drawn.probs - uniform).square().mean().sqrt()))
+        assert float((drawn.members - uniform).abs().mean()) > 0.2  # no single draw is unsure
+    assert errors[0] / errors[1] == pytest.approx(4, rel=0.25)
+    assert errors[1] / errors[2] == pytest.approx(4, rel=0.25)

@@ -207,7 +207,7 @@ def alone(model: afield.SNGP, batch: dict[str, Tensor], lengths: list[int]) -> a
 
 
 @kinds
-@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=3, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(lengths=st.lists(st.integers(1, 16), min_size=1, max_size=5), seed=st.integers(0, 99))
 def test_neither_padding_nor_company_changes_the_answer(kind: str, lengths: list[int], seed: int, models: Any):
     model, tolerance = models(kind), 1e-5 if kind in ROTARY else 1e-10

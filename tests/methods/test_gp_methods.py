@@ -30,9 +30,9 @@ from afield.tasks import TASKS, Task
 pytest.importorskip("pyro", reason='needs gpytorch and pyro: pip install "afield[gp]"')
 GP = {
     "gp-exact": gp_exact(),
-    "gp-variational": gp_variational(),
+    "gp-variational": gp_variational(steps=120),
     "gp-random-features": gp_random_features(),
-    "gp-hmc": gp_hmc(),
+    "gp-hmc": gp_hmc(draws=60, warmup=60),
 }
 names = pytest.mark.parametrize("name", GP)
 
@@ -280,7 +280,7 @@ def test_sampler_finds_the_posterior_that_quadrature_gives(classes: int):
     """Two places that know nothing of each other; at each, K independent logits and a few labels."""
     labels = {2: ([0, 0, 1, 1, 0], [1, 1, 1]), 3: ([0, 0, 1, 2, 1], [2, 2, 2])}[classes]
     x = torch.cat([torch.zeros(5, 1), torch.full((3, 1), 30.0)])
-    method, train = gp_hmc(draws=250), batches(TensorDataset(x, torch.tensor([*labels[0], *labels[1]])))
+    method, train = gp_hmc(draws=150, warmup=50), batches(TensorDataset(x, torch.tensor([*labels[0], *labels[1]])))
     model = method.build(nn.Identity, classes)
     method.finish(model, train, train, Settings(length_scale=1.0))
     between = 0.8  # where the prior's correlation with the first place is exp(-0.32)
@@ -312,7 +312,7 @@ def test_sampling_and_optimising_agree_about_two_moons(two_moons: Task, classifi
     sampled, sparse = (GP[n].predict(classifiers[n], two_moons.grid[::7]) for n in ("gp-hmc", "gp-variational"))
     assert rmse(sampled.probs, sparse.probs) < 0.02
     assert float((sampled.probs - sparse.probs).abs().max()) < 0.1
-    assert sampled.members.shape == (200, *sampled.probs.shape)
+    assert sampled.members.shape == (120, *sampled.probs.shape)
     torch.testing.assert_close(sampled.members.mean(0), sampled.probs)
     assert float(sampled.score("mutual_information").min()) > -1e-6
 

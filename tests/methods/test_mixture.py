@@ -14,6 +14,7 @@ from torch.utils.data import TensorDataset
 import afield
 from afield.backbones.resffn import ResFFN
 from afield.experiment.training import batches, fit
+from afield.gp.calibration_objective import STANDARD_ERRORS
 from afield.methods import METHODS, ensemble, mc_dropout, with_temperature
 from afield.methods.mixture import (
     AS_THEY_ARE,
@@ -27,7 +28,7 @@ from afield.methods.mixture import (
     set_scales,
 )
 from afield.methods.stacked import stack
-from afield.model.calibration import STANDARD_ERRORS, cut_in_two
+from afield.model.calibration import cut_in_two
 from afield.prediction.metrics import METRICS
 from afield.prediction.prediction import Prediction
 from afield.prediction.predictive import mean_field, to_probs

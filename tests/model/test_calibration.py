@@ -17,7 +17,8 @@ import afield
 from afield.deploy.score_files import answers
 from afield.deploy.traced import chosen_alpha
 from afield.errors import NoBetterThanGuessing, NotFitted
-from afield.model.calibration import STANDARD_ERRORS, check_target, cut_in_two
+from afield.gp.calibration_objective import STANDARD_ERRORS
+from afield.model.calibration import check_target, cut_in_two
 from afield.model.posterior import downdate, update
 from afield.prediction.predictive import MEAN_FIELD_FACTOR, shrink
 from afield.prediction.risk_coverage import risk_coverage

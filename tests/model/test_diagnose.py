@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.spatial.distance import cdist
@@ -13,9 +14,18 @@ from torch import Tensor, nn
 import afield
 from afield.bounds.residual import Residual
 from afield.bounds.spectral import bound
-from afield.model.diagnose import Lipschitz, certified, distance_correlation, measured, nearest_distance, spearman
+from afield.model.diagnose import (
+    Lipschitz,
+    certified,
+    distance_correlation,
+    mean_distance,
+    measured,
+    nearest_distance,
+    spearman,
+)
 
 few = settings(deadline=None, max_examples=25)
+POINT = torch.tensor([3.0, 0.0], dtype=torch.float64)
 
 
 def seed(number: int = 0) -> torch.Generator:
@@ -372,6 +382,57 @@ def test_spearman_sees_only_ranks():
     a = normal(50)
     assert spearman(a, a.exp()) == pytest.approx(1)
     assert spearman(a, -(a**3)) == pytest.approx(-1)
+
+
+def gaussian_process(train: torch.Tensor) -> afield.SNGP:
+    """A Gaussian process on the inputs themselves, which the paper calls distance-aware."""
+    net = nn.Sequential(nn.Identity(), nn.Linear(2, 1).double())
+    options = {"likelihood": "gaussian", "length_scale": 1.0, "num_random_features": 256, "generator": seed()}
+    model = afield.sngp(net, None, **options)
+    afield.fit_posterior(model, [(train, torch.zeros(len(train), 1).double())])
+    return model
+
+
+def test_awareness_by_the_mean_distance_holds_around_one_cluster_and_fails_between_two():
+    """Definition 1 of the paper: uncertainty is a monotonic function of the mean distance to the training data."""
+    cluster = 0.3 * normal(200, 2)
+    away = F.normalize(normal(150, 2, number=2)) * torch.linspace(0, 4, 150).double()[:, None]
+    variance = gaussian_process(cluster).predict(away).variance.flatten()
+    assert distance_correlation(variance, away, cluster, distance=mean_distance) > 0.9
+
+    two = torch.cat([cluster + POINT, cluster - POINT])
+    between, inside = torch.zeros(1, 2).double(), torch.stack([POINT, -POINT])
+    assert float(mean_distance(between, two)) < float(mean_distance(inside, two).amin())
+    model = gaussian_process(two)
+    assert float(model.predict(between).variance) > 10 * float(model.predict(inside).variance.amax())
+    assert float(nearest_distance(between, two)) > 10 * float(nearest_distance(inside, two).amax())
+
+
+@few
+@given(number=st.integers(0, 2**31))
+def test_a_map_that_keeps_surface_distance_keeps_a_distorted_one(number: int):
+    """Proposition 2 of the paper, with the distortion as d_S / d_X; as printed, d_X / d_S, its constants are inverted.
+
+    d_X is the distance after an unknown map m, d_S the one before; h keeps d_S up to L1 and L2.
+    """
+    x, y = normal(40, 3, number=number), normal(40, 3, number=number + 1)
+    h, m = (normal(3, 3, number=number + k) for k in (2, 3))
+    least, most = (float(s) for s in torch.linalg.svdvals(h)[[-1, 0]])
+    surface, true, hidden = ((a.norm(dim=1)) for a in (x - y, (x - y) @ m, (x - y) @ h))
+    ratio = surface / true
+    contracted = true < surface
+    slack = 1 + 1e-9
+    assert bool((least * true <= hidden * slack)[contracted].all())
+    assert bool((hidden <= most * ratio * true * slack)[contracted].all())
+    assert bool((least * ratio * true <= hidden * slack)[~contracted].all())
+    assert bool((hidden <= most * true * slack)[~contracted].all())
+
+
+def test_the_constant_that_is_printed_in_proposition_2_is_inverted():
+    """h keeps all distances, and the true ones are a tenth of them: 1/10 L2 d_X < |h - h'|."""
+    surface, true, hidden, most = 1.0, 0.1, 1.0, 1.0
+    assert hidden <= most * (surface / true) * true
+    assert hidden > most * (true / surface) * true
 
 
 def test_variance_follows_the_distance_to_the_training_data():

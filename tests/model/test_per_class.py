@@ -156,11 +156,15 @@ def test_ensembles_double_the_mean_and_have_no_single_reference(model: afield.SN
     assert torch.equal(alone.accept(0.05, delta=0.1), single[0].accept(0.05, delta=0.1))
 
 
-def test_exports_have_the_same_p_values(model: afield.SNGP, tmp_path: Path):
-    pytest.importorskip("onnxruntime")
+@pytest.mark.parametrize("format", ["torch-export", pytest.param("onnx", marks=pytest.mark.slow)])
+def test_exports_have_the_same_p_values(format: str, model: afield.SNGP, tmp_path: Path):
     x, _ = imbalanced(64, 120)
-    done = export(model, tmp_path / "model.onnx", x, alpha=ALPHA)
-    check_export(model, done, x, open_session(done.file.read_bytes(), ["h"])((x,)))
+    done = export(model, tmp_path / "model", x, alpha=ALPHA, format=format)
+    if format == "onnx":
+        found = open_session(done.file.read_bytes(), ["h"])((x,))
+    else:
+        found = torch.export.load(done.file).module()(x)
+    check_export(model, done, x, found)
 
 
 @pytest.mark.slow

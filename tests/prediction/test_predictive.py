@@ -443,6 +443,41 @@ def test_minimax_is_the_best_answer_when_every_class_is_as_likely_outside_the_do
     assert all(risk(ours) < risk(q) for q in rivals)
 
 
+SCORES_OF_CLASS = {
+    "log score": lambda q: -q.log(),
+    "Brier score": lambda q: q.square().sum(-1, keepdim=True) - 2 * q + 1,
+}
+
+
+def worst_risk(score, q: torch.Tensor, probs: torch.Tensor, share: float) -> torch.Tensor:
+    """Of answers q (N, K): in-domain with probability `share`, else the class that an adversary chooses."""
+    losses = score(q)
+    return share * (probs * losses).sum(-1) + (1 - share) * losses.amax(-1)
+
+
+def filled_up(probs: torch.Tensor, share: float) -> torch.Tensor:
+    """max(share p_k, t), t such that the sum is 1, by bisection."""
+    low, high = 0.0, 1.0
+    for _ in range(60):
+        t = (low + high) / 2
+        low, high = (t, high) if float((share * probs).clamp_min(t).sum()) < 1 else (low, t)
+    return (share * probs).clamp_min(low)
+
+
+@pytest.mark.parametrize("score", SCORES_OF_CLASS.values(), ids=SCORES_OF_CLASS)
+def test_the_mixture_is_minimax_at_the_ends_only(score):
+    """The paper's equation (minimax_solution) for a fractional in-domain probability has a counter-example."""
+    probs = double(0.9, 0.06, 0.04)[None]
+    rivals = F.softmax(3 * normal(3000, 3, number=3), -1)
+    for share in (0.0, 1.0):
+        best = worst_risk(score, minimax(probs, double(share)), probs, share)
+        assert bool((worst_risk(score, rivals, probs, share) > best - 1e-12).all())
+    mixture, filled = minimax(probs, double(0.5)), filled_up(probs, 0.5)
+    assert float(worst_risk(score, mixture, probs, 0.5)) > float(worst_risk(score, filled, probs, 0.5)) + 0.01
+    best = worst_risk(score, filled, probs, 0.5)
+    assert bool((worst_risk(score, rivals, probs, 0.5) > best - 1e-12).all())
+
+
 def test_minimax_checks_its_input():
     probs = F.softmax(normal(6, 4), -1)
     with pytest.raises(ValueError, match=r"in_domain must have shape \(6,\), got \(6, 1\)"):

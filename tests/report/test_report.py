@@ -123,12 +123,12 @@ CIFAR = {
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def root(tmp_path_factory: pytest.TempPathFactory, small_toys: None) -> Path:
     """Runs of four tasks: two trained for an epoch, two fabricated."""
     root = tmp_path_factory.mktemp("runs")
     for method in ("dnn", "sngp"):
-        run(Config.of("two-moons", method, epochs=1), root)
-    made = run(Config.of("toy-regression", "sngp", epochs=1), root)
+        run(Config.of("two-moons", method, epochs=1, num_random_features=64), root)
+    made = run(Config.of("toy-regression", "sngp", epochs=1, num_random_features=64), root)
     parts = {part: made.prediction(part) for part in made.parts}
     grid = {
         part: Prediction(p.logits + 0.25, 4 * p.variance, noise=0.0, likelihood="gaussian") for part, p in parts.items()
@@ -220,6 +220,9 @@ def test_a_record_is_the_tables_without_the_pictures(root: Path, page: Path, tmp
     assert lines == {line for line in whole.splitlines() if line.startswith("|")}
     data, of_page = (json.loads((f / "report.json").read_text()) for f in (tmp_path / "kept", page.parent))
     assert data["tasks"] == of_page["tasks"]
+    for of_task in data["tasks"].values():  # the settings of every run are there, common ones once
+        assert set(of_task["own_settings"]) == set(of_task["tables"]["all"]["rows"])
+        assert not set(of_task["settings"]) & {key for own in of_task["own_settings"].values() for key in own}
     assert data["command"] == f"afield report {root} --record {tmp_path / 'kept'} --title Mine"
 
 

@@ -188,6 +188,24 @@ def cells_of_the_paper() -> list[tuple[str, str, str, paper.Cell]]:
     return [(*key, cell) for key, cell in found.items()]
 
 
+def test_the_papers_form_stands_beside_the_papers_numbers():
+    ours = column("ece/clean")
+    assert format_from_paper("cifar10", "sngp-paper", ours) == format_from_paper("cifar10", "sngp", ours) != ""
+
+
+def test_rows_and_sets_of_the_paper_that_are_missing_are_told():
+    methods = dict.fromkeys(row.method for row in paper.TABLES["genomics"].rows)
+    groups = [Group(m, (a_run(m, metrics={"auroc/genera": 0.6, "aupr/genera": 0.5}),)) for m in methods]
+    assert columns.missing_from_paper("genomics", groups) == []
+    (sentence,) = columns.missing_from_paper("genomics", groups[1:])
+    assert sentence == "Of genomics, 1D CNN on bacteria genomics, no runs are here of DNN."
+    cifar = [Group("dnn", (a_run("dnn", metrics={"auroc/svhn": 0.6, "auroc/noise": 0.9}),))]
+    told = columns.missing_from_paper("cifar10", cifar)
+    assert any("CIFAR-10 vs DTD, nothing was measured on dtd: the images are not at hand" in line for line in told)
+    assert any("tab:cifar10-abl" in line and "SNGP + AugMix" in line for line in told)
+    assert columns.missing_from_paper("two-moons", cifar) == []
+
+
 def test_every_number_of_the_paper_is_found_and_keeps_its_value():
     cells = cells_of_the_paper()
     assert len(cells) > 300

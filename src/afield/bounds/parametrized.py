@@ -67,7 +67,7 @@ def _call(layer: Any, *args: Any, **kwargs: Any) -> Any:
         or not _has_one_hook(own["_forward_pre_hooks"], kept)
     ):
         return nn.Module._call_impl(layer, *args, **kwargs)
-    return layer._conv_forward(args[0], kept.value, layer.bias)
+    return layer._conv_forward(args[0], kept.value, own["_parameters"]["bias"])
 
 
 def _has_one_hook(found: dict[int, Any], kept: KeptWeight) -> bool:

@@ -19,6 +19,7 @@ from contextvars import ContextVar
 from operator import attrgetter, is_, methodcaller
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._C import _get_tracing_state as tracing_state
@@ -143,7 +144,8 @@ class _Together:
         self._entries = []
         for dtype in {one._entries.dtype for one in kept}:
             same = [one for one in kept if one._entries.dtype == dtype]
-            self._entries.append(([one._entries for one in same], torch.cat([one._entries_then for one in same])))
+            then = torch.cat([one._entries_then for one in same]).numpy().tobytes()
+            self._entries.append(([one._entries.numpy() for one in same], then))
         if self.pays:
             for one in kept:
                 one.together = self
@@ -162,7 +164,7 @@ class _Together:
             and list(map(Tensor.stride, self._weights)) == self._strides
             and not any(map(_TRAINING, self._sources))
             and list(map(_CONSTANTS, self._sources)) == self._constants
-            and all(torch.equal(torch.cat(entries), then) for entries, then in self._entries)
+            and all(np.concatenate(entries).tobytes() == then for entries, then in self._entries)
         )
 
     def __deepcopy__(self, memo: Any) -> None:

@@ -125,12 +125,12 @@ class Graph(nn.Module):
         mean, variance = head.posterior(h)
         if self.of_classes:
             logits, probs = head.logit_scale * mean, mean_field(head.logit_scale * mean, variance)
-            joined = head.join(mean, variance, h)
-            prediction = Prediction(logits, variance, probs, joined=joined, likelihood=head.likelihood)
+            prediction = Prediction(logits, variance, probs, likelihood=head.likelihood)
             answers = {"probs": probs, "logits": logits}
         else:
             prediction = Prediction(mean, variance, noise=self.noise, likelihood=head.likelihood)
             answers = {"mean": prediction.mean, "std": prediction.std}
+        prediction = dataclasses.replace(prediction, **head.own_fields(head.own_score(mean, variance, h)))
         answers |= {"variance": variance, "score": prediction.score(self.score)}
         if self.alpha is not None:
             classes = predicted_class(prediction) if len(self.spans) else None

@@ -8,7 +8,8 @@ auroc/OOD                       in-domain test set against an OOD set, by max_pr
 confidence/OOD                  mean confidence on an OOD set
 false_alarms/clean              part of the test set that p-values reject at 5%; rejected/OOD: of an OOD set
 spearman/distance               rank correlation of the uncertainty with the distance to the nearest training
-                                example, over test and OOD inputs, for tasks whose inputs can be drawn
+                                example, over test and OOD inputs, for tasks whose inputs can be drawn;
+                                spearman/mean_distance: to all of them on average, as the paper defines it
 """
 
 import math
@@ -22,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from afield.experiment.metric_name import MetricName
-from afield.model.diagnose import distance_correlation
+from afield.model.diagnose import distance_correlation, mean_distance, nearest_distance
 from afield.model.sngp_model import SNGP
 from afield.prediction.distance_scores import FittedScore, make_all
 from afield.prediction.metrics import METRICS, OOD_METRICS, REGRESSION_METRICS
@@ -62,7 +63,7 @@ def _evaluate_test(
     if task.ood_label is not None:
         metrics[str(MetricName("nll", "combined"))] = _combined_nll(task, predictions, task.ood_label)
     if task.grid is not None and task.ood:
-        metrics[str(MetricName("spearman", "distance"))] = _distance_correlation(task, predictions)
+        metrics |= _distance_correlations(task, predictions)
     return metrics
 
 
@@ -157,10 +158,14 @@ def _combined_nll(task: Task, predictions: Mapping[str, Prediction], ood_label: 
     return METRICS["nll"](Prediction.cat([predictions["test"], *ood]), torch.cat(target))
 
 
-def _distance_correlation(task: Task, predictions: Mapping[str, Prediction]) -> float:
-    """How well the uncertainty of test and OOD inputs follows their distance to the training data."""
+def _distance_correlations(task: Task, predictions: Mapping[str, Prediction]) -> dict[str, float]:
+    """How well the uncertainty of test and OOD inputs follows their distance to the training data, by two distances."""
     parts = {"test": task.test, **{f"ood/{name}": data for name, data in task.ood.items()}}
     score = likelihood_of(predictions["test"]).doubt
     uncertainty = torch.cat([predictions[part].score(score) for part in parts])
     x = torch.cat([data.tensors[0] for data in parts.values()])
-    return distance_correlation(uncertainty, x, task.train.tensors[0])
+    train, kinds = task.train.tensors[0], {"distance": nearest_distance, "mean_distance": mean_distance}
+    return {
+        str(MetricName("spearman", name)): distance_correlation(uncertainty, x, train, distance=distance)
+        for name, distance in kinds.items()
+    }

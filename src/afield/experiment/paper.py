@@ -129,7 +129,8 @@ MC Dropout           | 95.7±.130 78.6±.430 .013±.002 .099±.005 .145±.004 0.
 Deep Ensemble        | 96.4±.090 80.4±.150 .011±.001 .092±.003 .124±.001 0.768±.009 .947±.002 .914±.000
 SNGP Ensemble (Ours) | 96.4±.040 81.1±.130 .009±.001 .042±.002 .114±.001 0.590±.005 .967±.002 .920±.001
 """,
-    "Ensembles of 10 models, 10 dropout samples.",
+    "Ensembles of 10 models, 10 dropout samples. IsoMax+'s NLL of .214 contradicts its ECE of .525: at an accuracy of "
+    "95.6% its mean confidence would be about .43, and its NLL no less than .8.",
 )
 
 TABLES["cifar100"] = _table(

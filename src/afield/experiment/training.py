@@ -73,6 +73,10 @@ def fit(
         raise ValueError(
             "This method is fitted in one pass, not by gradient steps: it has no use for several processes."
         )
+    if world > 1 and settings.momentum is not None:
+        raise ValueError(
+            "Moving averages of several processes do not add up: use momentum=None, the exact sum, or one process."
+        )
     torch.manual_seed(seed)
     model = method.build(task.backbone, task.num_outputs, settings)
     with distributed.explain_failures(fabric):
@@ -210,6 +214,9 @@ def prior_decay(model: nn.Module, num_examples: int) -> float | None:
     return float(heads[0].ridge) / num_examples
 
 
+_MILESTONES = {"steps": (0.2, (0.3, 0.6, 0.8)), "tenths": (0.1, (1 / 3, 2 / 3, 8 / 9))}
+
+
 def schedule(settings: Settings, steps: int) -> Callable[[int], float]:
     """The factor of the learning rate at each step: it rises during the warm-up, then falls."""
     warmup = round(settings.warmup * steps)
@@ -222,9 +229,8 @@ def schedule(settings: Settings, steps: int) -> Callable[[int], float]:
             return 0.5 * (1 + math.cos(math.pi * progress))
         if settings.schedule == "linear":
             return 1 - progress
-        if settings.schedule == "steps":
-            return 0.2 ** sum(progress >= milestone for milestone in (0.3, 0.6, 0.8))
-        return 1.0
+        ratio, milestones = _MILESTONES.get(settings.schedule, (1.0, ()))
+        return ratio ** sum(step / steps >= milestone for milestone in milestones)
 
     return factor
 

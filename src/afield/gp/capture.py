@@ -31,7 +31,7 @@ class Tap(nn.Module):
 
 def hidden_vectors(net: nn.Module, output: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Tensor, Any]:
     """The hidden vectors that reach the layer `output` in one pass, and what the network returned."""
-    with _capturing(net.get_submodule(output)) as captured:
+    with _capturing(net, output) as captured:
         returned = net(*args, **kwargs)
     if len(captured) != 1:
         raise RuntimeError(
@@ -52,10 +52,11 @@ def handed_over(layer: nn.Module, h: Tensor, out_features: int) -> Tensor | None
 
 
 @contextlib.contextmanager
-def _capturing(layer: nn.Module) -> Iterator[list[Tensor]]:
+def _capturing(net: nn.Module, output: str) -> Iterator[list[Tensor]]:
     """Collect what reaches an output layer in this thread."""
     captured: list[Tensor] = []
     if torch.compiler.is_dynamo_compiling():  # dynamo follows no ContextVar; nor do threads share a trace
+        layer = net.get_submodule(output)
         layer.captured = captured  # type: ignore[assignment]
         yield captured
         layer.captured = None  # type: ignore[assignment]

@@ -22,6 +22,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -45,6 +46,7 @@ class Kernel:
     """A kernel as a recipe for random features, with its exact value for comparison."""
 
     activation: Callable[[Tensor], Tensor]
+    of_row: Callable[[np.ndarray], np.ndarray]  # the activation, of an array
     exact: Callable[[Tensor, Tensor], Tensor]
     degrees: int | None = None  # of the Student t distribution of the frequencies; None: Gaussian
     gaussian_bias: bool = False  # otherwise uniform phases
@@ -73,10 +75,10 @@ def _arccos(a: Tensor, b: Tensor) -> Tensor:
 
 KERNELS: Registry[Kernel] = Registry(
     "kernel",
-    rbf=Kernel(torch.cos, _rbf),
-    matern32=Kernel(torch.cos, _matern32, degrees=3),
-    matern52=Kernel(torch.cos, _matern52, degrees=5),
-    arccos=Kernel(torch.relu, _arccos, gaussian_bias=True),
+    rbf=Kernel(torch.cos, np.cos, _rbf),
+    matern32=Kernel(torch.cos, np.cos, _matern32, degrees=3),
+    matern52=Kernel(torch.cos, np.cos, _matern52, degrees=5),
+    arccos=Kernel(torch.relu, lambda phase: np.maximum(phase, 0), _arccos, gaussian_bias=True),
 )
 
 

@@ -15,9 +15,11 @@ what a thing is. Standardised distance mostly measures length. Direction alone i
 length both a longer and a shorter vector end up arbitrarily far away, and no direction is drowned.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -29,9 +31,13 @@ _SHORTEST = 1e-30  # of vectors, whose log is taken: a vector of zeros is far aw
 
 @dataclass(frozen=True)
 class Geometry:
-    """A map of hidden vectors (N, d) to coordinates (N, d + extra), and whether these are standardised."""
+    """A map of hidden vectors (N, d) to coordinates (N, d + extra), and whether these are standardised.
+
+    of_row  the same of one vector (d,) as an array, and its length, which is neither huge nor tiny
+    """
 
     map: Callable[[Tensor], Tensor]
+    of_row: Callable[[np.ndarray, float], np.ndarray]
     extra: int = 0
     standardized: bool = False
     bounded: bool = False  # whether the coordinates of finite vectors cannot overflow
@@ -63,12 +69,25 @@ def _divided(h: Tensor) -> tuple[Tensor, Tensor]:
     return h / largest, largest
 
 
+def _layer_of_row(h: np.ndarray, length: float) -> np.ndarray:
+    divided = h / np.abs(h).max()
+    centered = divided - divided.mean()
+    return centered / np.sqrt(np.square(centered).mean() + 1e-5)
+
+
+def _direction_length_of_row(h: np.ndarray, length: float) -> np.ndarray:
+    z = np.empty(len(h) + 1, h.dtype)
+    np.divide(h, length, out=z[:-1])
+    z[-1] = math.log(length)
+    return z
+
+
 GEOMETRIES: Registry[Geometry] = Registry(
     "geometry",
-    raw=Geometry(lambda h: h),
-    standardized=Geometry(lambda h: h, standardized=True),
-    layer=Geometry(_layer, bounded=True),
-    unit=Geometry(_unit, bounded=True),
-    direction=Geometry(_unit, standardized=True, bounded=True),
-    direction_length=Geometry(_direction_length, extra=1, standardized=True, bounded=True),
+    raw=Geometry(lambda h: h, lambda h, length: h),
+    standardized=Geometry(lambda h: h, lambda h, length: h, standardized=True),
+    layer=Geometry(_layer, _layer_of_row, bounded=True),
+    unit=Geometry(_unit, np.divide, bounded=True),
+    direction=Geometry(_unit, np.divide, standardized=True, bounded=True),
+    direction_length=Geometry(_direction_length, _direction_length_of_row, extra=1, standardized=True, bounded=True),
 )

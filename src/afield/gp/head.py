@@ -18,7 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from afield.bounds.weight_cache import plain_evaluation
 from afield.gp.capture import handed_over
+from afield.gp.chosen_score import ChosenScore
 from afield.gp.class_distance import ClassDistance
 from afield.gp.features import RandomFeatures
 from afield.gp.full_precision import full_precision
@@ -27,6 +29,7 @@ from afield.gp.joined_score import JoinedScore
 from afield.gp.likelihoods import LIKELIHOODS
 from afield.gp.low_rank import LowRank, check_rank
 from afield.gp.observing import accumulate
+from afield.gp.one_row import OneRow
 from afield.gp.precision import COVARIANCES, Precision, choose_curvature, curvature_weights
 from afield.gp.variance_features import has_own_features, own_features
 from afield.prediction.p_values import with_p_values
@@ -97,6 +100,7 @@ class GaussianProcessHead(HeadState):
         num_classes = LIKELIHOODS[likelihood].num_classes(out_features)
         self.register_module("class_distance", ClassDistance(in_features, num_classes) if num_classes else None)
         self.register_module("joined_score", JoinedScore() if num_classes else None)
+        self.chosen_score = ChosenScore(in_features)
         if rank is None:
             self.precision = Precision(num_random_features, num_matrices, momentum=momentum)
         else:
@@ -175,11 +179,20 @@ class GaussianProcessHead(HeadState):
         energy = -torch.logsumexp(symmetric(mean), dim=-1)
         return torch.stack([spread, energy, self.class_distance(h).to(spread)], dim=-1)
 
-    def join(self, mean: Tensor, variance: Tensor, h: Tensor) -> Tensor | None:
-        """The joined score (N,) of a posterior mean and variance; None unless calibration has fitted it."""
+    def own_score(self, mean: Tensor, variance: Tensor, h: Tensor) -> Tensor | None:
+        """The score (N,) that goes with a posterior mean and variance: joined, or the fitted one that was chosen.
+
+        None unless calibration has fitted it.
+        """
+        if self.chosen_score.fitted:
+            return self.chosen_score(self.score, h, symmetric(mean))
         if self.joined_score is None or not self.joined_score.fitted:
             return None
         return self.joined_score(self.sources(mean, variance, h))
+
+    def own_fields(self, score: Tensor | None) -> dict[str, Any]:
+        """The fields of a `Prediction` that `own_score` fills."""
+        return {"fitted": score, "default_score": self.score} if self.chosen_score.fitted else {"joined": score}
 
     def predict(
         self,
@@ -194,29 +207,46 @@ class GaussianProcessHead(HeadState):
         predictive  None: the head's own
         """
         predictive = PREDICTIVES.check(predictive or self.predictive)
-        head = self if torch.compiler.is_compiling() else self.snapshot()
+        if torch.compiler.is_compiling():
+            head = self
+        elif len(h) == 1 and h.is_cpu and plain_evaluation() and not torch.is_autocast_enabled("cpu"):
+            row = self._one_row()
+            head, prediction = row.head, row.predict(h, predictive, num_samples, generator)
+            if prediction is not None:
+                return prediction
+        else:
+            head = self.snapshot()
         mean, variance = head.posterior(h)
-        return head.prediction(mean, variance, head.join(mean, variance, h), h, predictive, num_samples, generator)
+        return head.prediction(mean, variance, head.own_score(mean, variance, h), h, predictive, num_samples, generator)
+
+    def _one_row(self) -> OneRow:
+        """What is prepared for the head as it is now, factorised."""
+        row: OneRow | None = self.__dict__.get("_prepared")
+        if row is None or not row.is_of(self):
+            with self._publishing:
+                row = self.__dict__["_prepared"] = OneRow(self, self.snapshot())
+        return row
 
     def prediction(
         self,
         mean: Tensor,
         variance: Tensor,
-        joined: Tensor | None = None,
+        score: Tensor | None = None,
         h: Tensor | None = None,
         predictive: str | None = None,
         num_samples: int = 100,
         generator: torch.Generator | None = None,
     ) -> Prediction:
-        """The `Prediction` that a posterior mean and variance make, and the joined score where there is one."""
+        """The `Prediction` that a posterior mean and variance make, and their `own_score` where there is one."""
         likelihood = LIKELIHOODS[self.likelihood]
+        own = self.own_fields(score)
         if likelihood.of_classes:
             logits = self.logit_scale * mean
             probs, members = PREDICTIVES[predictive or self.predictive](logits, variance, num_samples, generator)
-            prediction = Prediction(logits, variance, probs, members, h, joined=joined, likelihood=self.likelihood)
+            prediction = Prediction(logits, variance, probs, members, h, likelihood=self.likelihood, **own)
         else:
             noise = float(self.noise) if likelihood.noisy else None
-            prediction = Prediction(mean, variance, features=h, noise=noise, likelihood=self.likelihood)
+            prediction = Prediction(mean, variance, features=h, noise=noise, likelihood=self.likelihood, **own)
         if not self.calibrated:
             return prediction
         prediction = dataclasses.replace(prediction, default_score=self.score)

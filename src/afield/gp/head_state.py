@@ -12,6 +12,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from afield.gp.chosen_score import ChosenScore
 from afield.gp.class_distance import ClassDistance
 from afield.gp.features import RandomFeatures
 from afield.gp.joined_score import JoinedScore
@@ -19,11 +20,12 @@ from afield.gp.likelihoods import LIKELIHOODS
 from afield.gp.low_rank import LowRank
 from afield.gp.precision import Precision
 from afield.gp.snapshot import Lock, adopt, frozen_copy
+from afield.prediction.distance_scores import FITTED
 from afield.prediction.p_values import sort_reference
 from afield.prediction.scores import SCORES
 
 SCALARS = ("ridge", "amplitude", "logit_scale", "noise")
-_PARTS = ("random_features", "variance_features", "precision", "class_distance", "joined_score")
+PARTS = ("random_features", "variance_features", "precision", "class_distance", "joined_score", "chosen_score")
 
 
 class HeadState(nn.Module):
@@ -34,6 +36,7 @@ class HeadState(nn.Module):
     precision: Precision | LowRank
     class_distance: ClassDistance | None
     joined_score: JoinedScore | None
+    chosen_score: ChosenScore
     likelihood: str
     out_features: int
     ridge: Tensor
@@ -87,7 +90,7 @@ class HeadState(nn.Module):
         with self._publishing:
             if self.precision.fitted:
                 self.factor()
-            return frozen_copy(self, *_PARTS)
+            return frozen_copy(self, *PARTS)
 
     @contextlib.contextmanager
     def revision(self, *, afresh: bool = False, observes: bool = True) -> Iterator[Self]:
@@ -100,7 +103,7 @@ class HeadState(nn.Module):
         """
         with self._writing:
             with self._publishing:
-                draft = frozen_copy(self, *_PARTS)
+                draft = frozen_copy(self, *PARTS)
             if afresh:
                 draft.reset_posterior()
             elif observes:
@@ -111,7 +114,7 @@ class HeadState(nn.Module):
             if draft.precision.fitted:
                 draft.factor()
             with self._publishing:
-                adopt(self, draft, *_PARTS)
+                adopt(self, draft, *PARTS)
                 self.random_features.adapted = draft.random_features.adapted
                 self.features_of_variance.adapted = draft.features_of_variance.adapted
                 self.score = draft.score
@@ -122,6 +125,7 @@ class HeadState(nn.Module):
         if self.class_distance is not None:
             self.class_distance.reset()
         self.training_error = torch.zeros_like(self.training_error)
+        self.chosen_score.forget()
         self.forget_score()
 
     def forget_reference(self) -> None:
@@ -162,7 +166,7 @@ class HeadState(nn.Module):
 
     def set_score(self, name: str) -> None:
         """Choose the score on which p-values rest; a buffer carries its name into every copy and file."""
-        self.score = SCORES.check(name)
+        self.score = name if name in FITTED else SCORES.check(name)
         self.score_name = torch.tensor(list(name.encode()), dtype=torch.uint8, device=self.score_name.device)
 
     def set_scalars(self, **values: float) -> None:

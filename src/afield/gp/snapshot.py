@@ -58,7 +58,7 @@ def frozen_copy(module: Module, *children: str) -> Module:
 
 def adopt(module: nn.Module, changed: nn.Module, *children: str) -> None:
     """Take over the buffers, and so those of these children, of a frozen copy that was changed."""
-    module._buffers.update(changed._buffers)
+    module.__dict__["_buffers"] = dict(changed._buffers)
     for name in children:
         own, other = module._modules[name], changed._modules[name]
         if own is not None and other is not None:

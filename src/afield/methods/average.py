@@ -31,10 +31,15 @@ def average(predictions: Sequence[Prediction]) -> Prediction:
     probs = _stacked([p.probs for p in predictions])
     if probs is None:
         raise ValueError(f"Averaging expects class probabilities or gaussian targets, got {likelihood} predictions.")
-    joined = mean_of([p.joined for p in predictions])
-    default = predictions[0].default_score
     return Prediction(
-        outputs.mean(0), variance, probs.mean(0), probs, joined=joined, likelihood=likelihood, default_score=default
+        outputs.mean(0),
+        variance,
+        probs.mean(0),
+        probs,
+        joined=mean_of([p.joined for p in predictions]),
+        fitted=mean_of([p.fitted for p in predictions]),
+        likelihood=likelihood,
+        default_score=predictions[0].default_score,
     )
 
 

@@ -63,7 +63,7 @@ def frozen_attach() -> Method[SNGP]:
         assert isinstance(head.head.mean, nn.Linear)
         fit_linear(head.head.mean, seen, settings.ridge)
         fit_posterior(head, seen, progress=False)
-        calibrate(head, held_out, **of_calibration(settings), progress=False)
+        calibrate(head, held_out, **of_calibration(settings, seen), progress=False)
 
     return Method(build, _predict, None, finish)
 
@@ -78,7 +78,7 @@ def frozen_gp() -> Method[SNGP]:
         head, (seen, held_out) = _head_alone(model), _hidden_of(model, train, val)
         fit_head(head, seen, progress=False)
         fit_posterior(head, seen, progress=False)
-        calibrate(head, held_out, **of_calibration(settings), progress=False)
+        calibrate(head, held_out, **of_calibration(settings, seen), progress=False)
 
     return Method(build, _predict, None, finish)
 

@@ -18,6 +18,7 @@ from afield.model.calibration import calibrate
 from afield.model.convert import sngp
 from afield.model.posterior import fit_posterior
 from afield.model.sngp_model import SNGP
+from afield.prediction.distance_scores import FITTED
 from afield.prediction.prediction import Prediction
 from afield.settings import Settings
 
@@ -64,14 +65,15 @@ def of_head(settings: Settings) -> dict[str, Any]:
     return {name: value for name in _OF_HEAD if (value := getattr(settings, name)) is not None}
 
 
-def of_calibration(settings: Settings) -> dict[str, Any]:
-    """The settings that are options of `afield.calibrate`."""
-    return {"amplitude": settings.amplitude, "logit_scale": settings.logit_scale, "score": settings.score}
+def of_calibration(settings: Settings, train: Iterable[Any]) -> dict[str, Any]:
+    """The settings that are options of `afield.calibrate`, and the training data where the score is fitted to it."""
+    fitted = {"train": train} if settings.score in FITTED else {}
+    return {"amplitude": settings.amplitude, "logit_scale": settings.logit_scale, "score": settings.score} | fitted
 
 
 def _finish(model: SNGP, train: Iterable[Any], val: Iterable[Any], settings: Settings = Settings(), /) -> None:
     fit_posterior(model, train, progress=False)
-    calibrate(model, val, **of_calibration(settings), progress=False)
+    calibrate(model, val, **of_calibration(settings, train), progress=False)
 
 
 def predict_gp(model: SNGP, x: Any) -> Prediction:

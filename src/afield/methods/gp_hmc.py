@@ -56,10 +56,9 @@ class SampledWeights(KernelModel):
     @property
     def directions(self) -> Tensor:
         """C: the identity for real targets, an orthonormal basis of the vectors that sum to zero for logits."""
-        identity = torch.eye(self.num_outputs).to(self.anchors)
         if LIKELIHOODS[self.likelihood].noisy:
-            return identity
-        return torch.linalg.qr(torch.cat([torch.ones_like(identity[:, :1]), identity[:, :-1]], dim=1))[0][:, 1:].T
+            return torch.eye(self.num_outputs).to(self.anchors)
+        return centred_directions(self.num_outputs).to(self.anchors)
 
     def predict(self, x: Tensor) -> Prediction:
         phi, rest = self.features(x)
@@ -86,19 +85,43 @@ def gp_hmc(draws: int = 100, warmup: int = 100, chains: int = 2) -> Method[Sampl
         x, y = gather(train, model.likelihood)
         kernel = fit_kernel(x, y, model.likelihood, settings.length_scale)
         model.place(pivots(x, kernel, _TOLERANCE), kernel)
-        phi, directions = model.features(x)[0], model.directions
-
-        def loss(values: Tensor) -> Tensor:
-            return LIKELIHOODS[model.likelihood].loss(values @ directions, y).sum() / (kernel.noise or 1.0)
-
-        steepest = 1 / kernel.noise if kernel.noise else 0.5  # the largest curvature of a softmax
-        mode = _minimize(loss, phi, len(directions), _factor(phi, torch.full_like(phi[:, 0], steepest)))
-        curvature = _curvature(phi @ mode @ directions, model.likelihood, kernel.noise)
-        found, divergences = _sample(loss, phi, mode, _factor(phi, curvature), draws, warmup, chains)
+        phi, sizes = model.features(x)[0], {"draws": draws, "warmup": warmup, "chains": chains}
+        _, found, divergences = sample_weights(phi, y, model.directions, model.likelihood, kernel.noise, **sizes)
         model.draws = found.flatten(0, 1)
         _diagnose(model, phi @ found, divergences)
 
     return Method(build, predict, None, finish)
+
+
+def sample_weights(
+    phi: Tensor,
+    y: Tensor,
+    directions: Tensor,
+    likelihood: str,
+    noise: float = 0.0,
+    *,
+    draws: int = 100,
+    warmup: int = 100,
+    chains: int = 2,
+) -> tuple[Tensor, Tensor, int]:
+    """The mode (M, J) of w given features phi (N, M), draws of it (chains, draws, M, J), and divergences.
+
+    directions  C (J, K): the logits are phi w C
+    """
+
+    def loss(values: Tensor) -> Tensor:
+        return LIKELIHOODS[likelihood].loss(values @ directions, y).sum() / (noise or 1.0)
+
+    steepest = 1 / noise if noise else 0.5  # the largest curvature of a softmax
+    mode = _minimize(loss, phi, len(directions), _factor(phi, torch.full_like(phi[:, 0], steepest)))
+    curvature = _curvature(phi @ mode @ directions, likelihood, noise)
+    return mode, *_sample(loss, phi, mode, _factor(phi, curvature), draws, warmup, chains)
+
+
+def centred_directions(num_outputs: int) -> Tensor:
+    """An orthonormal basis (K - 1, K) of the logits that sum to zero, in float64."""
+    identity = torch.eye(num_outputs, dtype=torch.float64)
+    return torch.linalg.qr(torch.cat([torch.ones_like(identity[:, :1]), identity[:, :-1]], dim=1))[0][:, 1:].T
 
 
 def _factor(phi: Tensor, curvature: Tensor) -> Tensor:

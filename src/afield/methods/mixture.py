@@ -22,10 +22,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from afield.gp.calibration_objective import Objective, choose, class_objective, median
 from afield.gp.likelihoods import LIKELIHOODS
 from afield.methods.average import average
 from afield.methods.method import Model
-from afield.model.calibration import Objective, choose, class_objective, cut_in_two, median
+from afield.model.calibration import cut_in_two
 from afield.model.sngp_model import SNGP
 from afield.prediction.prediction import Prediction, likelihood_of
 from afield.prediction.predictive import shrink, to_probs

@@ -74,7 +74,7 @@ def _of_head(model: SNGP) -> str:
 
 
 class _Member(nn.Module):
-    """inputs -> mean, variance and joined score where there is one, with nothing in it that differs between members but
+    """inputs -> mean, variance and own score where there is one, with nothing in it that differs between members but
     the values of its tensors."""
 
     def __init__(self, model: SNGP) -> None:
@@ -92,5 +92,5 @@ class _Member(nn.Module):
         if not isinstance(h, Tensor):
             raise TypeError(f"stack expects networks that return a tensor of logits, got {type(h).__name__}.")
         mean, variance = self.head.posterior(h)
-        joined = self.head.join(mean, variance, h)
-        return (mean, variance) if joined is None else (mean, variance, joined)
+        score = self.head.own_score(mean, variance, h)
+        return (mean, variance) if score is None else (mean, variance, score)

@@ -18,72 +18,37 @@ then compare with a half of the data, other scores' with a third.
 import dataclasses
 import math
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from afield.errors import NoBetterThanGuessing, NotFitted
+from afield.gp.calibration_objective import STANDARD_ERRORS, Objective, choose, objective_of, with_scale
 from afield.gp.head import GaussianProcessHead
 from afield.gp.likelihoods import LIKELIHOODS, Likelihood
-from afield.gp.line_search import brent, minimize_near
 from afield.model.batches import Field, Inputs
 from afield.model.evaluating import evaluating
 from afield.model.hidden import Hidden, check_target
 from afield.model.sngp_model import SNGP
 from afield.model.targets import other_kind, warn_of_kind
+from afield.prediction.distance_scores import FITTED
+from afield.prediction.fitted_score import Constants
 from afield.prediction.p_values import fewest_rows, predicted_class
 from afield.prediction.prediction import Prediction
-from afield.prediction.predictive import MEAN_FIELD_FACTOR
+from afield.prediction.scores import symmetric
 
 JOINED = "joined"
+_ABOUT_TRAIN = (
+    "train= goes with a score that is fitted to training data, and such a score needs it, got score={score!r}: use "
+    "calibrate(model, held_out_loader, score='knn', train=train_loader), or another score without train."
+)
 JOINED_FRACTION, FIT_FRACTION = 1 / 2, 2 / 3
-STANDARD_ERRORS = 1.0  # within which an amplitude is as good as the best
 _ONE_IN_TWENTY = 1.645  # standard errors by which a mean exceeds another by chance
 _FEWEST = 20
-_DECADES = 3.0  # from its start to either side, in which the nuisance parameter is looked for
-# a^2 pi/8 times the median variance, for classes: beyond 10 the shrinkage has its limiting shape, where a larger
-# amplitude with a larger scale gives the same probabilities.
-_RELATIVE_GRID = np.logspace(-1, 1, 25)
-_WIDE_GRID = np.logspace(-4, 2, 49)  # the same where the logit scale is given: there the amplitude does its work
-_ABSOLUTE_GRID = np.logspace(-4, 4, 33)
-_COARSE, _FINE = 0.03, 0.003  # of the logarithm: to compare amplitudes, and for the one that is chosen
-_CACHED = 2**18  # numbers that the processor's cache holds
-
-
-@dataclass(frozen=True)
-class Objective:
-    """What is minimised over the nuisance parameter t for each a^2 of the grid."""
-
-    loss: Callable[[float, float], Tensor]  # (t, a^2) -> log loss (N,)
-    grid: np.ndarray  # of a^2
-    start: float  # of t
-    weight: Tensor | None  # (N,) of the examples; None: 1
-    outputs: Tensor  # (N, K) of the network
-    prior: Callable[[float, float], float] = lambda t, a2: 0.0  # -log prior of t, worth one observation or so
-
-    def total(self, t: float, a2: float) -> float:
-        losses = self.loss(t, a2)
-        return float(self.mean(losses)) + self.prior(t, a2) / self.count(losses)
-
-    def count(self, losses: Tensor) -> float:
-        """How many examples there are: one of weight w is w of them."""
-        return losses.shape[-1] if self.weight is None else float(self.weight.sum())
-
-    def mean(self, losses: Tensor) -> Tensor:
-        """Over the examples, the last dimension."""
-        return losses.mean(-1) if self.weight is None else losses @ (self.weight / self.weight.sum())
-
-    def standard_error(self, losses: Tensor) -> Tensor:
-        """Of that mean."""
-        if self.weight is None:
-            return losses.std(-1) / math.sqrt(losses.shape[-1])
-        squares = (losses - self.mean(losses)[..., None]).square() @ self.weight
-        count = self.count(losses)
-        return (squares / max(count - 1, 1e-12) / count).sqrt()
 
 
 @dataclass(frozen=True)
@@ -115,6 +80,7 @@ def calibrate(
     amplitude: float | None = None,
     logit_scale: float | None = None,
     score: str | None = None,
+    train: Iterable[Any] | None = None,
     per_class: bool = False,
     fit_fraction: float | None = None,
     seed: int = 0,
@@ -131,8 +97,9 @@ def calibrate(
     amplitude     a positive number to keep, instead of the fitted one
     logit_scale   the same of a classifier's logits. The log loss then sees the amplitude, which does the work of a
                   temperature, and the best one is taken: with 1 this is the paper's calibration
-    score         name of the score in `afield.scores.SCORES` that p-values shall rest on, and that `Prediction.score`
-                  gives by default; None: joined for classes, variance otherwise
+    score         name of the score in `afield.scores.SCORES` or `afield.distance_scores.FITTED` that p-values shall
+                  rest on, and that `Prediction.score` gives by default; None: joined for classes, variance otherwise
+    train         batches of training data, to which a score of FITTED is fitted
     per_class     compare a row with reference rows of the same predicted class, so that no class is refused more often
                   than promised, however rare it is. Classes with fewer than 99 such rows share a reference
     fit_fraction  the part of the data that chooses the parameters and fixes the score; the rest is the reference. None:
@@ -154,6 +121,8 @@ def calibrate(
         raise ValueError(f"fit_fraction must lie strictly between 0 and 1, got {fit_fraction}.")
     if per_class and not LIKELIHOODS[head.likelihood].of_classes:
         raise ValueError(f"per_class=True needs classes to predict, got a {head.likelihood} head: leave it out.")
+    if (score in FITTED) != (train is not None):
+        raise ValueError(_ABOUT_TRAIN.format(score=score))
     model.check_fresh("calibrate")
     with evaluating(model), model.head.revision(observes=False) as head:
         fields: dict[str, Any] = {"target": target, "inputs": inputs}
@@ -172,14 +141,19 @@ def calibrate(
             raise ValueError(f"calibrate expects at least {_FEWEST} held-out examples, got {hidden.shape[0]}.")
         likelihood = LIKELIHOODS[head.likelihood]
         head.set_score(score or (JOINED if head.joined_score is not None else likelihood.score))
-        fraction = fit_fraction or (JOINED_FRACTION if head.score == JOINED else FIT_FRACTION)
+        head.chosen_score.forget()
+        if train is not None and score is not None:
+            seen = Hidden(model, train, keep=False, progress=progress, **fields)
+            head.chosen_score.take(_constants(head, score, seen))
+        free = head.score == JOINED or head.chosen_score.fitted  # of the parameters
+        fraction = fit_fraction or (JOINED_FRACTION if free else FIT_FRACTION)
         first, rest = (part.to(hidden.device) for part in cut_in_two(hidden.shape[0], fraction, seed))
         # Parameters may decide the predicted class, by which the reference is then cut.
         of_parameters = fit_fraction or (fraction if per_class else FIT_FRACTION)
         fit = cut_in_two(hidden.shape[0], of_parameters, seed)[0].to(hidden.device)
-        objective = _objective(head, hidden[fit], y[fit], None if weight is None else weight[fit])
+        objective = objective_of(head, hidden[fit], y[fit], None if weight is None else weight[fit])
         if logit_scale is not None:
-            objective = _with_scale(objective, logit_scale)
+            objective = with_scale(objective, logit_scale)
         if amplitude is not None:
             objective = dataclasses.replace(objective, grid=np.array([amplitude**2]))
         current = float(head.noise if likelihood.noisy else head.logit_scale)
@@ -206,6 +180,22 @@ def sources_of(head: GaussianProcessHead, hidden: Tensor) -> Tensor:
     return torch.cat([head.sources(*head.posterior(h), h) for h in hidden.split(4096)])
 
 
+def _constants(head: GaussianProcessHead, name: str, examples: Hidden) -> Constants:
+    """Of a score of this name, fitted to training examples."""
+    likelihood = LIKELIHOODS[head.likelihood]
+    layer = head.mean if isinstance(head.mean, nn.Linear) else None
+    num_classes = likelihood.num_classes(head.out_features)
+    score = FITTED[name](head.in_features, num_classes or 1, output=layer, device=head.ridge.device)
+    if score.needs and not num_classes:
+        raise ValueError(f"The score {name} needs classes, got a {head.likelihood} head: use score='knn'.")
+    for h, target, _ in examples:
+        if "target" in score.needs and target is None:
+            raise examples.without_target(f"The score {name}")
+        classes = None if target is None or not num_classes else check_target(target, head)
+        score.update(h, classes, symmetric(head(h)))
+    return score.constants
+
+
 def cut_in_two(count: int, fit_fraction: float = FIT_FRACTION, seed: int = 0) -> tuple[Tensor, Tensor]:
     """Rows of the held-out data that choose the parameters, and rows whose scores are the reference for p-values.
 
@@ -214,27 +204,6 @@ def cut_in_two(count: int, fit_fraction: float = FIT_FRACTION, seed: int = 0) ->
     order = torch.randperm(count, generator=torch.Generator().manual_seed(seed))
     cut = min(count - 1, max(1, round(fit_fraction * count)))
     return order[:cut], order[cut:]
-
-
-def choose(
-    objective: Objective, *, largest: bool, standard_errors: float = STANDARD_ERRORS
-) -> tuple[float, float, float]:
-    """The nuisance parameter, the amplitude and the mean loss that the module docstring's rule picks."""
-    grid = objective.grid
-    nuisance: list[float] = []
-    for a2 in grid:
-        # In logs the next minimum lies about as far from the last as that from the one before.
-        guess = nuisance[-1] ** 2 / nuisance[-2] if len(nuisance) > 1 else nuisance[0] if nuisance else None
-        nuisance.append(_minimize(objective, a2, guess=guess))
-    losses = torch.stack([objective.loss(t, a2) for t, a2 in zip(nuisance, grid, strict=True)])
-    mean = objective.mean(losses)
-    best = int(mean.argmin())
-    difference = losses - losses[best]
-    error = objective.standard_error(difference)
-    allowed = torch.nonzero(objective.mean(difference) <= standard_errors * error + 1e-12).flatten().tolist()
-    pick = max(allowed) if largest else min(allowed, key=lambda i: abs(math.log(grid[i])))
-    settled = _minimize(objective, grid[pick], guess=nuisance[pick], step=_FINE)
-    return settled, math.sqrt(grid[pick]), float(objective.mean(objective.loss(settled, grid[pick])))
 
 
 def _warn_of_guessing(head: GaussianProcessHead, objective: Objective, losses: Tensor, target: Tensor) -> None:
@@ -274,110 +243,6 @@ def _constant_loss(likelihood: Likelihood, objective: Objective, target: Tensor)
     return likelihood.predictive_loss(rate, torch.zeros_like(rate), 0.0, target)
 
 
-def _minimize(objective: Objective, a2: float, *, guess: float | None, step: float = _COARSE) -> float:
-    """The nuisance parameter within 1000-fold of the start that minimises the objective; the better the guess, the
-    fewer losses are computed."""
-
-    def fn(log_t: float) -> float:
-        return objective.total(math.exp(log_t), a2)
-
-    center, reach = math.log(objective.start), _DECADES * math.log(10)
-    low, high = center - reach, center + reach
-    if guess is not None:
-        found = minimize_near(fn, math.log(guess), step=step)
-        if found is not None and low < found < high:
-            return math.exp(found)
-    if fn(low) == fn(center) == fn(high):  # the likelihood has nothing to calibrate beside the amplitude
-        return objective.start
-    return math.exp(brent(fn, low, center, high))
-
-
-def _unit_posterior(head: GaussianProcessHead, hidden: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean (N, K) and variance at amplitude 1, in float64."""
-    parts = [head.posterior(h) for h in hidden.split(4096)]
-    mean = torch.cat([m for m, _ in parts]).double()
-    return mean, torch.cat([v for _, v in parts]).double() / head.amplitude**2
-
-
-def _objective(head: GaussianProcessHead, hidden: Tensor, target: Tensor, weight: Tensor | None) -> Objective:
-    """What the likelihood has calibrated beside the amplitude: the scale of the logits, the noise, or nothing."""
-    likelihood = LIKELIHOODS[head.likelihood]
-    if likelihood.noisy:
-        return _with_noise(head, hidden, target, weight)
-    mean, variance = _unit_posterior(head, hidden)
-    if likelihood.calibrated is None:
-        return Objective(
-            lambda _, a2: likelihood.predictive_loss(mean, a2 * variance, 0.0, target),
-            _ABSOLUTE_GRID,
-            1.0,
-            weight,
-            mean,
-        )
-
-    return class_objective(likelihood, mean, variance, target, weight)
-
-
-def class_objective(
-    likelihood: Likelihood, mean: Tensor, variance: Tensor, target: Tensor, weight: Tensor | None = None
-) -> Objective:
-    """Of classes: logits (N, K) and variance (N,) or (N, K) before their scale s and amplitude a are chosen."""
-
-    def any_loss(s: float, a2: float) -> Tensor:
-        return likelihood.predictive_loss(s * mean, a2 * variance, 0.0, target)
-
-    shared = mean.shape[1] > 1 and variance.dim() == 1
-    loss = _shared_loss(mean, variance, target) if shared else any_loss
-    middle = MEAN_FIELD_FACTOR * median(variance, weight)
-
-    def prior(s: float, a2: float) -> float:
-        """Log-normal on s / sqrt(1 + pi/8 a^2 v), v at its median: s stays finite where nothing is misclassified."""
-        return 0.5 * math.log(s / math.sqrt(1 + a2 * middle)) ** 2
-
-    return Objective(loss, _RELATIVE_GRID / middle, 1.0, weight, mean, prior)
-
-
-def _with_scale(objective: Objective, scale: float) -> Objective:
-    """With one scale of the logits, whatever the amplitude."""
-    grid, loss = objective.grid[0] / _RELATIVE_GRID[0] * _WIDE_GRID, objective.loss
-    return Objective(lambda _, a2: loss(scale, a2), grid, scale, objective.weight, objective.outputs)
-
-
-def _shared_loss(mean: Tensor, variance: Tensor, target: Tensor) -> Callable[[float, float], Tensor]:
-    """The mean-field log loss of classes that share a variance, (s, a^2) -> (N,).
-
-    A row's logits then have a common factor g, and log sum_k exp(g d_k) - g d_y is its loss, d their distances from the
-    largest. The distances do not change, and a few rows at a time stay in the processor's cache.
-    """
-    distance = mean - mean.amax(1, keepdim=True)
-    of_target = distance.gather(1, target[:, None]).squeeze(1)
-    rows = max(1, _CACHED // mean.shape[1])
-
-    def loss(s: float, a2: float) -> Tensor:
-        gain = s / torch.sqrt(1 + MEAN_FIELD_FACTOR * a2 * variance)
-        total, some = torch.empty_like(gain), torch.empty_like(distance[:rows])
-        for d, g, out in zip(distance.split(rows), gain[:, None].split(rows), total.split(rows), strict=True):
-            torch.sum(torch.mul(d, g, out=some[: len(d)]).exp_(), 1, out=out)
-        return total.log() - gain * of_target
-
-    return loss
-
-
-def _with_noise(head: GaussianProcessHead, hidden: Tensor, target: Tensor, weight: Tensor | None) -> Objective:
-    """The noise also enters the precision r I + G / noise: the eigenvectors of G give the variance for every noise."""
-    values, vectors = torch.linalg.eigh(head.precision.data[0])
-    parts = [(head(h).double(), (head.variance_phi(h).double() @ vectors).square()) for h in hidden.split(4096)]
-    mean, squares = (torch.cat([p[i] for p in parts]) for i in (0, 1))
-    values, ridge, likelihood = values.clamp_min(0), float(head.ridge), LIKELIHOODS[head.likelihood]
-
-    def loss(noise: float, a2: float) -> Tensor:
-        variance = squares @ (1 / (ridge + values / noise))
-        return likelihood.predictive_loss(mean, a2 * variance, noise, target)
-
-    objective = Objective(loss, _ABSOLUTE_GRID, 1.0, weight, mean)
-    error = float(objective.mean((target - mean).square().mean(1)))
-    return dataclasses.replace(objective, start=max(error, 1e-12))
-
-
 def _raise_noise(head: GaussianProcessHead, hidden: Tensor) -> bool:
     """A network is no better on new data than on the data it was fitted to: raise the noise where it says so."""
     variance = torch.cat([head.posterior(h)[1] for h in hidden.split(4096)]).mean()
@@ -386,13 +251,3 @@ def _raise_noise(head: GaussianProcessHead, hidden: Tensor) -> bool:
         return False
     head.set_scalars(noise=least)
     return True
-
-
-def median(values: Tensor, weight: Tensor | None = None) -> float:
-    """The lower median; a value of weight w counts as w values."""
-    if weight is None:
-        return float(values.median())
-    weight = weight.reshape(-1, *[1] * (values.dim() - 1)).expand_as(values).flatten()
-    values, order = values.flatten().sort()
-    total = weight[order].cumsum(0)
-    return float(values[int((total >= total[-1] / 2).nonzero()[0])])

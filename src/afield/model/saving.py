@@ -94,6 +94,7 @@ def load_with_index(path: str | os.PathLike[str], net: nn.Module) -> tuple[SNGP,
     except ValueError as error:
         raise DamagedModel(f"{folder / index['tensors']['file']} is damaged: {error}. Save the model again.") from error
     model = _rebuild(index, net)
+    _take_chosen_score(model, tensors)
     expected, problems = model.state_dict(), []
     for name in sorted(expected.keys() | tensors.keys()):
         if name not in tensors:
@@ -111,6 +112,13 @@ def load_with_index(path: str | os.PathLike[str], net: nn.Module) -> tuple[SNGP,
     if index.get("fitted_with"):
         model.fingerprint = from_digest(index["fitted_with"])
     return model.eval(), index
+
+
+def _take_chosen_score(model: SNGP, tensors: dict[str, Tensor]) -> None:
+    """Which constants a chosen score has, only the file knows."""
+    score = model.head.chosen_score
+    prefix = next(name for name, module in model.named_modules() if module is score) + "."
+    score.take({name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)})
 
 
 def read_index(path: str | os.PathLike[str]) -> dict[str, Any]:

@@ -9,18 +9,15 @@ r is the sum of all activations of h by the sum of the largest ones. All three s
 where a dense layer follows and no activation is negative. The percentages are those of the papers.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from afield.prediction.fitted_score import Distance, FittedScore
+from afield.prediction.fitted_score import Constants, FittedScore, dense_logits
 from afield.prediction.neighbors import RESERVOIR, Sample
 from afield.prediction.prediction import Prediction
-
-Shape = Callable[[Tensor], Tensor]  # features (N, d) -> features (N, d)
 
 
 class ActivationShaping(FittedScore):
@@ -70,23 +67,27 @@ class ActivationShaping(FittedScore):
         self.lowest = min(self.lowest, other.lowest)
         self.sample.join(other.sample)
 
-    def _check(self, prediction: Prediction) -> tuple[Tensor, Tensor, Distance]:
-        found = super()._check(prediction)
-        _check_sign(float(found[0].amin()) if len(found[0]) else 0.0)
-        return found
+    def _check(self, prediction: Prediction) -> tuple[Tensor, Tensor]:
+        h, z = super()._check(prediction)
+        _check_sign(float(h.amin()) if len(h) else 0.0)
+        return h, z
 
-    def _fit(self) -> Distance:
+    def _fit(self) -> dict[str, Tensor]:
         _check_sign(self.lowest)
-        shape = self._shape()
-        return lambda h, z: -self.output(shape(h.double())).logsumexp(-1)
+        if self.shape != "react":
+            return {}
+        # Of NumPy, because torch.quantile refuses more than 2^24 numbers.
+        most = np.percentile(self.sample.rows.cpu().numpy(), self.percentile)
+        return {"most": torch.tensor(most, dtype=torch.float64, device=self.device)}
 
-    def _shape(self) -> Shape:
+    def distance(self, constants: Constants, h: Tensor, z: Tensor) -> Tensor:
+        return -dense_logits(constants, self._shaped(constants, h.double())).logsumexp(-1)
+
+    def _shaped(self, constants: Constants, h: Tensor) -> Tensor:
         if self.shape == "react":
-            # Of NumPy, because torch.quantile refuses more than 2^24 numbers.
-            most = float(np.percentile(self.sample.rows.cpu().numpy(), self.percentile))
-            return lambda h: h.clamp(max=most)
+            return torch.minimum(h, constants["most"])
         largest = max(1, self.num_features - round(self.num_features * self.percentile / 100))
-        return lambda h: _stretch(h, largest, prune=self.shape == "ash")
+        return _stretch(h, largest, prune=self.shape == "ash")
 
 
 _PERCENTILES = {"react": 90.0, "ash": 90.0, "scale": 85.0}
@@ -104,4 +105,4 @@ def _stretch(h: Tensor, largest: int, *, prune: bool) -> Tensor:
     top, where = h.topk(largest)
     ratio = h.sum(-1, keepdim=True) / top.sum(-1, keepdim=True)
     kept = torch.zeros_like(h).scatter(-1, where, top) if prune else h
-    return kept * ratio.nan_to_num(1.0).exp()  # of activations that are all zero, zero
+    return kept * torch.where(ratio.isnan(), 1.0, ratio).exp()  # of activations that are all zero, zero

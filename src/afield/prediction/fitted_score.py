@@ -11,8 +11,7 @@ Order, batches and processes do not matter: merged parts are the whole. Memory d
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any, ClassVar, Self
 
 import torch
@@ -24,29 +23,12 @@ from afield.prediction.prediction import Prediction
 from afield.prediction.scores import symmetric
 
 _CHUNK = 1024  # examples scored at a time: (1024, K) and (1024, reservoir) distances are all there ever is
-Distance = Callable[[Tensor, Tensor], Tensor]  # features (N, d), logits (N, K) -> scores (N,)
+Constants = Mapping[str, Tensor]  # by name: all that scoring reads of the training data
 
 
-@dataclass(frozen=True)
-class OutputLayer:
-    """The weight (K, d) and bias (K,) of a dense output layer, in float64; one output counts as two opposite ones."""
-
-    weight: Tensor
-    bias: Tensor
-
-    @classmethod
-    @torch.no_grad()
-    def of(cls, layer: nn.Linear, num_features: int, device: torch.device) -> "OutputLayer":
-        if layer.in_features != num_features:
-            raise ValueError(
-                f"Expected an output layer over {num_features} features, got one over {layer.in_features}."
-            )
-        weight = layer.weight.detach().to(device, torch.float64, copy=True)
-        bias = weight.new_zeros(len(weight)) if layer.bias is None else layer.bias.detach().to(weight, copy=True)
-        return cls(symmetric(weight.T).T, symmetric(bias))
-
-    def __call__(self, h: Tensor) -> Tensor:
-        return h.to(self.weight) @ self.weight.T + self.bias
+def dense_logits(constants: Constants, h: Tensor) -> Tensor:
+    """z (N, K) = W h + b of the dense output layer, in float64."""
+    return h.to(constants["weight"]) @ constants["weight"].T + constants["bias"]
 
 
 class FittedScore(ABC):
@@ -55,7 +37,8 @@ class FittedScore(ABC):
     output  the dense layer over the features; None where there is none, and then a score that needs it never applies
     device  where the state lives and scores are computed
 
-    A subclass keeps its state in `_clear`, `_add` and `_join`, and makes a function of it in `_fit`.
+    A subclass keeps its state in `_clear`, `_add` and `_join`, makes `constants` of it in `_fit`, and scores by these
+    alone in `distance`: so they can be kept elsewhere, and a tracer can follow.
     """
 
     needs: ClassVar[tuple[str, ...]] = ()
@@ -72,15 +55,15 @@ class FittedScore(ABC):
             raise ValueError(f"Expected at least 1 feature and 1 class, got {num_features} and {num_classes}.")
         self.num_features, self.num_classes = num_features, num_classes
         self.device = torch.zeros(0, device=device).device
-        self.layer: OutputLayer | None = None
+        self.layer: Constants | None = None
         if output is not None and "output" in self.needs:
-            self.layer = OutputLayer.of(output, num_features, self.device)
+            self.layer = _of_layer(output, num_features, self.device)
         self.reset()
 
     def reset(self) -> None:
         """Forget all examples."""
         self.num_seen = 0
-        self._distance: Distance | None = None
+        self._constants: Constants | None = None
         self._clear()
 
     @torch.no_grad()
@@ -96,7 +79,7 @@ class FittedScore(ABC):
             _ = self.output
         self._add(h.to(self.device), y.to(self.device), z.to(self.device))
         self.num_seen += len(h)
-        self._distance = None
+        self._constants = None
 
     @torch.no_grad()
     def merge(self, other: Self) -> None:
@@ -104,13 +87,12 @@ class FittedScore(ABC):
         mine, theirs = self._all_options(), other._all_options()
         if mine != theirs:
             raise ValueError(f"Cannot merge scores of {mine} and {theirs}.")
-        if self.layer is not None and other.layer is not None:
-            pairs = ((self.layer.weight, other.layer.weight), (self.layer.bias, other.layer.bias))
-            if not all(torch.equal(a, b.to(a)) for a, b in pairs):
-                raise ValueError("Cannot merge scores whose output layers have different weights.")
+        layer = other.layer or {}
+        if any(not torch.equal(t, layer[name].to(t)) for name, t in (self.layer or {}).items()):
+            raise ValueError("Cannot merge scores whose output layers have different weights.")
         self._join(other)
         self.num_seen += other.num_seen
-        self._distance = None
+        self._constants = None
 
     def applies(self, prediction: Prediction) -> bool:
         """Whether `score` has all that it needs. Calling it is an error where it has not."""
@@ -123,13 +105,27 @@ class FittedScore(ABC):
     @torch.no_grad()
     def score(self, prediction: Prediction) -> Tensor:
         """How far (N,) each example lies from the training data; higher is further."""
-        features, logits, distance = self._check(prediction)
+        features, logits = self._check(prediction)
         parts = zip(features.split(_CHUNK), logits.split(_CHUNK), strict=True)
-        scores = torch.cat([distance(h.to(self.device), z.to(self.device)) for h, z in parts])
+        constants = self.constants
+        scores = torch.cat([self.distance(constants, h.to(self.device), z.to(self.device)) for h, z in parts])
         return scores.to(features.device, torch.promote_types(features.dtype, torch.float32))
 
     @property
-    def output(self) -> OutputLayer:
+    @torch.no_grad()
+    def constants(self) -> Constants:
+        """What `distance` reads; an error says what the training data lacks."""
+        layer = self.output if "output" in self.needs else {}
+        if not self.num_seen:
+            arguments = ", ".join(["features", *(name for name in self.needs if name != "output")])
+            raise NotFitted(f"This score has seen no training features. Call update({arguments}) with them first.")
+        if self._constants is None:
+            self._constants = {**layer, **self._fit()}
+        return self._constants
+
+    @property
+    def output(self) -> Constants:
+        """`weight` (K, d) and `bias` (K,) of the dense output layer, in float64."""
         if self.layer is None:
             raise ValueError(
                 "This score needs the dense layer over the features, got none. Make it with output=, an nn.Linear; a "
@@ -137,21 +133,14 @@ class FittedScore(ABC):
             )
         return self.layer
 
-    @torch.no_grad()
-    def _check(self, prediction: Prediction) -> tuple[Tensor, Tensor, Distance]:
-        """Features, logits if they are needed, and the function that scores them."""
+    def _check(self, prediction: Prediction) -> tuple[Tensor, Tensor]:
+        """Features, and logits if they are needed."""
         if prediction.features is None:
             raise ValueError("This score needs features, which the prediction lacks. Use another score or method.")
         h = check_features(prediction.features, self.num_features)
         z = self._checked(prediction.logits, len(h)) if "logits" in self.needs else h[:, :0]
-        if "output" in self.needs:
-            _ = self.output
-        if not self.num_seen:
-            arguments = ", ".join(["features", *(name for name in self.needs if name != "output")])
-            raise NotFitted(f"This score has seen no training features. Call update({arguments}) with them first.")
-        if self._distance is None:
-            self._distance = self._fit()
-        return h, z, self._distance
+        _ = self.constants
+        return h, z
 
     def _checked(self, logits: Tensor, num_examples: int) -> Tensor:
         """Logits (N, K), in the form of at least two, if they are those of as many examples and classes."""
@@ -189,5 +178,19 @@ class FittedScore(ABC):
         """Add another's state."""
 
     @abstractmethod
-    def _fit(self) -> Distance:
-        """The function that scores, made of the state; an error says what the state lacks."""
+    def _fit(self) -> dict[str, Tensor]:
+        """The constants, made of the state; an error says what the state lacks."""
+
+    @abstractmethod
+    def distance(self, constants: Constants, h: Tensor, z: Tensor) -> Tensor:
+        """Scores (N,) of features (N, d) and logits (N, K), which are empty unless needed, by the constants alone."""
+
+
+@torch.no_grad()
+def _of_layer(layer: nn.Linear, num_features: int, device: torch.device) -> Constants:
+    """The weight and bias of a dense output layer, in float64; one output counts as two opposite ones."""
+    if layer.in_features != num_features:
+        raise ValueError(f"Expected an output layer over {num_features} features, got one over {layer.in_features}.")
+    weight = layer.weight.detach().to(device, torch.float64, copy=True)
+    bias = weight.new_zeros(len(weight)) if layer.bias is None else layer.bias.detach().to(weight, copy=True)
+    return {"weight": symmetric(weight.T).T, "bias": symmetric(bias)}

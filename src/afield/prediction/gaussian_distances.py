@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from afield.prediction.fitted_score import Distance, FittedScore
+from afield.prediction.fitted_score import Constants, FittedScore
 
 
 class Mahalanobis(FittedScore):
@@ -82,7 +82,7 @@ class Mahalanobis(FittedScore):
         self.mean[classes] += share * shift
         self.count[classes] += count
 
-    def _fit(self) -> Distance:
+    def _fit(self) -> dict[str, Tensor]:
         n, seen = self.count.sum(), self.count > 0
         center = (self.count @ self.mean) / n
         means, count = self.mean[seen] - center, self.count[seen]
@@ -93,28 +93,27 @@ class Mahalanobis(FittedScore):
                 "so there is no covariance. Fit on more examples."
             )
         ridge = self.jitter * within.trace() / self.num_features * torch.eye(self.num_features).to(within)
-        lower = torch.linalg.cholesky(within + ridge)
-        white = _whiten(lower, means)
-        if not self.relative:
-            return lambda h, z: _squares(_whiten(lower, self._scaled(h) - center), white)
-        background = torch.linalg.cholesky(within + (means.T * (count / n)) @ means + ridge)
+        root = _inverse_root(within + ridge)
+        constants = {"center": center, "root": root, "means": means @ root.T}
+        if self.relative:
+            constants["background"] = _inverse_root(within + (means.T * (count / n)) @ means + ridge)
+        return constants
 
-        def distance(h: Tensor, z: Tensor) -> Tensor:
-            h = self._scaled(h) - center
-            return _squares(_whiten(lower, h), white) - _whiten(background, h).square().sum(-1)
-
-        return distance
+    def distance(self, constants: Constants, h: Tensor, z: Tensor) -> Tensor:
+        h = self._scaled(h) - constants["center"]
+        nearest = _nearest_square(h @ constants["root"].T, constants["means"])
+        return nearest - (h @ constants["background"].T).square().sum(-1) if self.relative else nearest
 
     def _scaled(self, h: Tensor) -> Tensor:
-        h = h.to(self.mean)
+        h = h.double()
         return F.normalize(h, dim=-1) if self.unit else h
 
 
-def _whiten(lower: Tensor, h: Tensor) -> Tensor:
-    """L^-1 h for the rows of h: their squares are Mahalanobis distances."""
-    return torch.linalg.solve_triangular(lower, h.T, upper=False).T
+def _inverse_root(covariance: Tensor) -> Tensor:
+    """L^-1 for L L^T = covariance: squares of L^-1 h are Mahalanobis distances."""
+    return torch.linalg.inv(torch.linalg.cholesky(covariance))
 
 
-def _squares(h: Tensor, means: Tensor) -> Tensor:
-    """Squared distance (N,) of rows to the nearest of the means."""
-    return torch.cdist(h, means).square().amin(-1)
+def _nearest_square(h: Tensor, means: Tensor) -> Tensor:
+    """Squared distance (N,) of rows to the nearest of the means; ONNX has no cdist."""
+    return h.square().sum(-1) + (means.square().sum(-1) - 2 * h @ means.T).amin(-1)

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from afield.errors import NotFitted
-from afield.prediction.fitted_score import Distance, FittedScore
+from afield.prediction.fitted_score import Constants, FittedScore
 
 RESERVOIR = 10_000
 
@@ -100,15 +100,14 @@ class NearestNeighbors(FittedScore):
     def _join(self, other: "NearestNeighbors") -> None:
         self.sample.join(other.sample)
 
-    def _fit(self) -> Distance:
-        known = F.normalize(_enough(self.features, self.k), dim=-1)
+    def _fit(self) -> dict[str, Tensor]:
+        return {"known": F.normalize(_enough(self.features, self.k), dim=-1)}
 
-        def distance(h: Tensor, z: Tensor) -> Tensor:
-            h = F.normalize(h.to(known), dim=-1)
-            kth = (h @ known.T).topk(self.k).indices[:, -1]
-            return (h - known[kth]).norm(dim=-1)  # sqrt(2 - 2 cos) would lose half the digits
-
-        return distance
+    def distance(self, constants: Constants, h: Tensor, z: Tensor) -> Tensor:
+        known = constants["known"]
+        h = F.normalize(h.to(known), dim=-1)
+        kth = (h @ known.T).topk(self.k).indices[:, -1]
+        return (h - known[kth]).norm(dim=-1)  # sqrt(2 - 2 cos) would lose half the digits
 
 
 class NeighborGuidance(FittedScore):
@@ -150,20 +149,19 @@ class NeighborGuidance(FittedScore):
         self.lowest = min(self.lowest, other.lowest)
         self.sample.join(other.sample)
 
-    def _fit(self) -> Distance:
+    def _fit(self) -> dict[str, Tensor]:
         if self.lowest <= 0:
             raise ValueError(
                 f"This score needs training logits of positive energy, log sum exp, got {self.lowest:g}. "
                 "Use another score."
             )
         rows = _enough(self.sample.rows, self.k)
-        bank = F.normalize(rows[:, :-1], dim=-1) * rows[:, -1:]
+        return {"bank": F.normalize(rows[:, :-1], dim=-1) * rows[:, -1:]}
 
-        def distance(h: Tensor, z: Tensor) -> Tensor:
-            guidance = (F.normalize(h.to(bank), dim=-1) @ bank.T).topk(self.k).values.mean(-1)
-            return -guidance * z.to(bank).logsumexp(-1)
-
-        return distance
+    def distance(self, constants: Constants, h: Tensor, z: Tensor) -> Tensor:
+        bank = constants["bank"]
+        guidance = (F.normalize(h.to(bank), dim=-1) @ bank.T).topk(self.k).values.mean(-1)
+        return -guidance * z.to(bank).logsumexp(-1)
 
 
 def _check_k(k: int, reservoir: int) -> int:

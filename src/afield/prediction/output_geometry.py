@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from afield.prediction.fitted_score import Distance, FittedScore
+from afield.prediction.fitted_score import Constants, FittedScore, dense_logits
 from afield.prediction.neighbors import RESERVOIR, Sample
 
 _RANKS = ((2048, 1000), (768, 512))  # features from, rank of the principal subspace: the authors' choice
@@ -52,7 +52,7 @@ class VirtualLogit(FittedScore):
     @cached_property
     def origin(self) -> Tensor:
         """The features u (d,) that are nearest to zero and have no logits."""
-        return -torch.linalg.pinv(self.output.weight) @ self.output.bias
+        return -torch.linalg.pinv(self.output["weight"]) @ self.output["bias"]
 
     def _options(self) -> dict[str, Any]:
         return {"reservoir": self.reservoir, "seed": self.seed}
@@ -66,7 +66,7 @@ class VirtualLogit(FittedScore):
     def _add(self, h: Tensor, y: Tensor, z: Tensor) -> None:
         x = h.double() - self.origin
         self.moment += x.T @ x
-        self.largest += self.output(h).amax(-1).sum()
+        self.largest += dense_logits(self.output, h).amax(-1).sum()
         self.sample.add(h)
 
     def _join(self, other: "VirtualLogit") -> None:
@@ -74,13 +74,10 @@ class VirtualLogit(FittedScore):
         self.largest += other.largest.to(self.largest)
         self.sample.join(other.sample)
 
-    def _fit(self) -> Distance:
+    def _fit(self) -> dict[str, Tensor]:
         rest = torch.linalg.eigh(self.moment).eigenvectors[:, : self.num_features - self.rank]  # ascending
-
-        def residual(h: Tensor) -> Tensor:
-            return ((h.double() - self.origin) @ rest).norm(dim=-1)
-
-        typical, largest = residual(self.sample.rows).mean(), self.largest / self.num_seen
+        typical = ((self.sample.rows.double() - self.origin) @ rest).norm(dim=-1).mean()
+        largest = self.largest / self.num_seen
         if not typical > 1e-6 * (self.moment.trace() / self.num_seen).sqrt():
             raise ValueError(
                 f"All training features lie in a subspace of rank {self.rank}, so none has a residual. "
@@ -88,7 +85,11 @@ class VirtualLogit(FittedScore):
             )
         if not largest > 0:
             raise ValueError(f"This score needs logits whose largest is positive on average, got {float(largest):g}.")
-        return lambda h, z: largest / typical * residual(h) - self.output(h).logsumexp(-1)
+        return {"rest": largest / typical * rest, "origin": self.origin}
+
+    def distance(self, constants: Constants, h: Tensor, z: Tensor) -> Tensor:
+        residual = ((h.double() - constants["origin"]) @ constants["rest"]).norm(dim=-1)
+        return residual - dense_logits(constants, h).logsumexp(-1)
 
 
 class BoundaryDistance(FittedScore):
@@ -108,18 +109,17 @@ class BoundaryDistance(FittedScore):
     def _join(self, other: "BoundaryDistance") -> None:
         self.total += other.total.to(self.total)
 
-    def _fit(self) -> Distance:
-        weight, mean = self.output.weight, self.total / self.num_seen
+    def _fit(self) -> dict[str, Tensor]:
+        weight = self.output["weight"]
         between = torch.cdist(weight, weight).fill_diagonal_(1.0)  # a class has no boundary with itself, and no gap
         between = between.clamp_min(torch.finfo(between.dtype).tiny)
+        return {"between": between, "mean": self.total / self.num_seen}
 
-        def distance(h: Tensor, z: Tensor) -> Tensor:
-            logits = self.output(h)
-            top, label = logits.max(-1, keepdim=True)
-            boundaries = ((top - logits) / between[label.squeeze(-1)]).sum(-1) / (len(weight) - 1)
-            return -boundaries / (h.double() - mean).norm(dim=-1)
-
-        return distance
+    def distance(self, constants: Constants, h: Tensor, z: Tensor) -> Tensor:
+        logits = dense_logits(constants, h)
+        top, label = logits.max(-1, keepdim=True)
+        gaps = (top - logits) / constants["between"][label.squeeze(-1)]
+        return -gaps.sum(-1) / (logits.shape[-1] - 1) / (h.double() - constants["mean"]).norm(dim=-1)
 
 
 class StoredPattern(FittedScore):
@@ -143,10 +143,12 @@ class StoredPattern(FittedScore):
         self.total += other.total.to(self.total)
         self.count += other.count.to(self.count)
 
-    def _fit(self) -> Distance:
+    def _fit(self) -> dict[str, Tensor]:
         if not bool(self.count.any()):
             raise ValueError(
                 f"None of the {self.num_seen} training examples is predicted right, so there is no pattern."
             )
-        pattern = self.total / self.count.clamp_min(1)[:, None]
-        return lambda h, z: -(h.double() * pattern[z.argmax(-1)]).sum(-1)
+        return {"pattern": self.total / self.count.clamp_min(1)[:, None]}
+
+    def distance(self, constants: Constants, h: Tensor, z: Tensor) -> Tensor:
+        return -(h.double() * constants["pattern"][z.argmax(-1)]).sum(-1)

@@ -28,6 +28,7 @@ class Prediction:
     features  (N, d)     hidden vectors, or None
     p_value   (N,)       conformal p-value of "this is in-domain", or None until calibrated
     joined    (N,)       the joined score, of a calibrated classifier, or None
+    fitted    (N,)       the fitted score that `afield.calibrate` was told to rest p-values on, or None
     noise                variance of the observation noise (gaussian), or None
     smallest_p_value     the smallest p-value that every row can have, 1 / (reference rows + 1), of the smallest
                          reference where there is one by class; None until calibrated
@@ -43,6 +44,7 @@ class Prediction:
     features: Tensor | None = None
     p_value: Tensor | None = None
     joined: Tensor | None = None
+    fitted: Tensor | None = None
     noise: float | None = None
     smallest_p_value: float | None = None
     num_reference: int | Tensor | None = None
@@ -195,7 +197,10 @@ class Prediction:
         """
         from afield.prediction.scores import SCORES  # scores read a Prediction, so they cannot be imported before it
 
-        return SCORES[name or self.default_score or likelihood_of(self).score](self)
+        name = name or self.default_score or likelihood_of(self).score
+        if self.fitted is not None and name == self.default_score:
+            return self.fitted
+        return SCORES[name](self)
 
     def adjusted_logits(self) -> Tensor:
         """The logits after mean-field shrinkage, m / sqrt(1 + pi/8 v): what the default probabilities are made of."""

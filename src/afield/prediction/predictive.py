@@ -82,9 +82,11 @@ def poisson_rate(logits: Tensor, variance: Tensor) -> Tensor:
 def minimax(probs: Tensor, in_domain: Tensor) -> Tensor:
     """p(y | x, in-domain) P(in-domain) + (1 / K) P(not in-domain): eq. (minimax_solution).
 
-    Trust the model where the input is in-domain, with probability in_domain (N,), and know nothing elsewhere. The
-    paper shows it optimal against the worst case outside the domain, for every Bregman score, the model's in-domain
-    answer being given.
+    Trust the model where the input is in-domain, with probability in_domain (N,), and know nothing elsewhere. It is the
+    best answer, by every proper score, if outside the domain all classes are equally likely. The paper shows it
+    minimax: true at the ends, where an input is in-domain for sure, or not at all. In between an adversary who chooses
+    the class outside the domain takes the least probable one, and the answer that holds out best against him is
+    max(in_domain p_k, t), the level t making the sum 1: the mixture is not minimax (docs/method.md).
     """
     if in_domain.shape != probs.shape[:1]:
         raise ValueError(f"in_domain must have shape ({probs.shape[0]},), got {tuple(in_domain.shape)}.")

@@ -91,7 +91,8 @@ def main_table(task: str, groups: Sequence[Group]) -> Table:
     if SPEARMAN in names:
         columns += far_columns(groups)[len(oods) :]
     table = _table_of("main", "Results", task, groups, [*columns, *COST])
-    return replace(table, note=_sources(task, groups, table.columns)) if table.has_paper else table
+    notes = [_sources(task, groups, table.columns)] if table.has_paper else []
+    return replace(table, note=" ".join([*notes, *missing_from_paper(task, groups)]))
 
 
 def _sources(task: str, groups: Sequence[Group], columns: Sequence[Column]) -> str:
@@ -102,6 +103,26 @@ def _sources(task: str, groups: Sequence[Group], columns: Sequence[Column]) -> s
     notes = dict.fromkeys(table.note for table in tables.values() if table.note)
     ours = "Ours may differ in network, data and training: see the settings of the runs."
     return " ".join([f"The paper's numbers are from {'; '.join(named)}.", ours, *notes])
+
+
+def missing_from_paper(task: str, groups: Sequence[Group]) -> list[str]:
+    """A sentence for each table of the paper on the task that has rows or OOD sets which these runs have not."""
+    methods, oods, sentences = {group.method for group in groups}, ood_sets(groups), []
+    for table in paper.TABLES.values():
+        names = [MetricName.parse(column.name) for column in table.columns]
+        if table.task != task or all(column.higher_is_better is None for column in table.columns):
+            continue
+        rows = [row.paper_name for row in table.rows if row.method not in methods]
+        sets = dict.fromkeys(n.data for n in names if n.metric in ("auroc", "aupr") and n.data not in oods)
+        if rows:
+            sentences.append(f"Of {table.label}, {table.title}, no runs are here of {', '.join(rows)}.")
+        where = f"Of {table.label}, {table.title},"
+        sentences += [f"{where} nothing was measured on {name}: {_why_not(name)}." for name in sets]
+    return sentences
+
+
+def _why_not(ood: str) -> str:
+    return "the images are not at hand (docs/experiments.md, Data)" if ood == "dtd" else "these runs have no such set"
 
 
 def far_columns(groups: Sequence[Group]) -> list[Column]:

@@ -166,6 +166,8 @@ def _data(sections: Sequence[Section], head: dict[str, Any]) -> dict[str, Any]:
         section.task: {
             "tables": {table.name: table.to_dict() for table in [*section.tables, section.all]},
             "claims": [" ".join(map(str, claim)) for claim in section.claims],
+            "settings": section.common,
+            "own_settings": {g.name: {k: g.runs[0].config.get(k) for k in section.differing} for g in section.groups},
         }
         for section in sections
     }

@@ -11,7 +11,7 @@ TASKS["two-moons"] = toy.planar("two-moons", toy.moons)
 TASKS["two-ovals"] = toy.planar("two-ovals", toy.ovals)
 TASKS["circles"] = toy.planar("circles", toy.circles)
 TASKS["blobs"] = toy.planar("blobs", toy.blobs, classes=5)
-TASKS["digits"] = Recipe(toy.digits, presets(Settings()))
+TASKS["digits"] = Recipe(toy.digits, presets(toy.SETTINGS))
 TASKS["clinc"] = clinc.RECIPE
 TASKS["cifar10"] = cifar.cifar("cifar10", 10)
 TASKS["cifar100"] = cifar.cifar("cifar100", 100)

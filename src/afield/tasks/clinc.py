@@ -17,8 +17,9 @@ out-of-scope test sentences under it; ours is `nll/combined`, and `nll/clean` is
 As in the paper only the layer `pooler` is bounded. Departures: our encoder pools by the mean (see
 `afield.backbones.transformer`); the output layer has a learning rate of its own, because it starts from nothing; the
 posterior is exact, not a moving average, and its length scale comes from the data. The ridge of `paper` is the paper's
-.001 in our convention: a moving average with ridge r is a sum with ridge 15000 r, over features that are larger by
-sqrt(D / 2).
+.001 as the authors' code has it: an average over examples with ridge r is a sum over N with ridge N r, and features
+without sqrt(2 / D) make it N r / (D / 2), 15 / 1024. (By the formula of the appendix, an average of sums over batches
+of 256 with sqrt(2 / D), it would be N r / 256, four times that.)
 """
 
 import json

@@ -43,17 +43,33 @@ class Task:
 
 
 @dataclass(frozen=True)
+class Outline:
+    """What a training on a task costs depends on, known before its data is at hand.
+
+    evaluated  examples that are predicted once a model is trained
+    example    one input (1, ...)
+    """
+
+    train: int
+    evaluated: int
+    example: Tensor
+    backbone: Callable[[], nn.Module]
+
+
+@dataclass(frozen=True)
 class Recipe:
     """How to get a task: `recipe(seed, preset)`. Its settings can be read without touching the data.
 
     load      (seed, preset) -> Task, without its settings; the seed decides what data is drawn or how it is cut
     settings  by preset
     adapted   pattern of method names -> settings that these methods have instead
+    outlines  by preset, where the whole data may not be at hand
     """
 
     load: Callable[[int, str], Task]
     settings: Mapping[str, Settings]
     adapted: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    outlines: Mapping[str, Outline] = field(default_factory=dict)
 
     def __call__(self, seed: int = 0, preset: str = "small") -> Task:
         settings = self.settings_for(preset)  # before the data: an unknown preset should not wait for it
@@ -68,6 +84,14 @@ class Recipe:
             if fnmatchcase(method, pattern):
                 settings = replace(settings, **changes)
         return settings
+
+    def outline_for(self, preset: str) -> Outline:
+        """The outline of a preset: as it is known, else from the data."""
+        if preset in self.outlines:
+            return self.outlines[preset]
+        task = self.load(0, preset)
+        evaluated = [task.val, task.test, *task.ood.values(), *task.shifted.values()]
+        return Outline(len(task.train), sum(map(len, evaluated)), task.train[0][0][None], task.backbone)
 
 
 def presets(small: Settings, *, smoke: Settings | None = None, paper: Settings | None = None) -> dict[str, Settings]:

@@ -20,6 +20,7 @@ from afield.tasks.task import Recipe, Task, far_points, presets
 _FAR = 1000
 _GRID = 100
 HELD_OUT = (8, 9)
+SETTINGS = Settings(warmup=0.1)  # without it, a head on bounded layers can stay at a poor first solution (circles)
 Sampler = Callable[[int, torch.Generator], tuple[Tensor, Tensor]]
 
 
@@ -96,7 +97,7 @@ def planar(name: str, sample: Sampler, classes: int = 2) -> Recipe:
             grid=_lattice(torch.cat([parts[0][0], far])),
         )
 
-    return Recipe(load, presets(Settings()))
+    return Recipe(load, presets(SETTINGS))
 
 
 def moons(count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,56 @@
+"""A score of the field that was fitted to training data and chosen by its name, as a part of the head.
+
+`afield.calibrate(model, held_out, score="knn", train=train_loader)` fits it; p-values then rest on it. All that scoring
+reads of the training data are constants (`prediction.fitted_score`), which are buffers here: they go wherever the model
+goes, into files, copies and exports.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from afield.prediction.distance_scores import FITTED
+from afield.prediction.fitted_score import Constants
+
+
+class ChosenScore(nn.Module):
+    """Hidden vectors (N, d) and logits (N, K) -> scores (N,), by the constants of a fitted score."""
+
+    def __init__(self, in_features: int) -> None:
+        super().__init__()
+        self.in_features = in_features
+
+    @property
+    def fitted(self) -> bool:
+        return bool(self._buffers)
+
+    @torch.no_grad()
+    def take(self, constants: Constants) -> None:
+        """Keep the constants of a fitted score, in place of any others."""
+        self.forget()
+        for name, value in constants.items():
+            self.register_buffer(name, value.detach().clone())
+
+    def forget(self) -> None:
+        self._buffers = {}
+
+    def forward(self, name: str, h: Tensor, logits: Tensor) -> Tensor:
+        """The score of this name, whose constants these are."""
+        score = FITTED[name](self.in_features, 1)  # empty: `distance` reads constants alone
+        wide = torch.promote_types(h.dtype, torch.float32)
+        return score.distance({key: t for key, t in self._buffers.items() if t is not None}, h, logits).to(wide)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "ChosenScore":
+        exact = dict(self._buffers)
+        super()._apply(fn, recurse)
+        for name, value in exact.items():
+            if value is not None:
+                self._buffers[name] = value.to(self._buffers[name].device)  # type: ignore[union-attr]
+        return self
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        names = [key.removeprefix(prefix) for key in state_dict if key.startswith(prefix)]
+        self.take({name: state_dict[prefix + name] for name in names})
+        super()._load_from_state_dict(state_dict, prefix, *args)
