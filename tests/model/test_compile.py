@@ -54,7 +54,7 @@ def test_compiled_training_and_prediction_are_the_eager_ones(kind: str):
     twin = copy.deepcopy(model)
     train(model, torch.compile(model, backend=BACKEND), x, y)
     train(twin, twin, x, y)
-    torch.testing.assert_close(model.state_dict(), twin.state_dict(), rtol=1e-6, atol=1e-8, equal_nan=True)  # NaN: not fitted
+    torch.testing.assert_close(model.state_dict(), twin.state_dict(), rtol=1e-6, atol=1e-8, equal_nan=True)
 
     afield.fit_posterior(model, [(x[:30], y[:30])])
     afield.calibrate(model, [(x[30:], y[30:])])

@@ -753,7 +753,7 @@ def test_a_hostile_header_is_refused_before_a_tensor_is_made(change, tmp_path, m
     head, data = header(tensor_file(folder).read_bytes())
     HOSTILE[change](head)
     swap_tensors(folder, with_header(head, data))
-    monkeypatch.setattr("afield.model.files.load", None)
+    monkeypatch.setattr("safetensors.torch.load", None)
     with pytest.raises(DamagedModel, match="it is not a safetensors file"):
         afield.load(folder, mlp())
 

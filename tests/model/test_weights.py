@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import afield
+from afield.gp.calibration_objective import objective_of
 from afield.gp.likelihoods import LIKELIHOODS
-from afield.model import calibration
 
 N = 60
 each = pytest.mark.parametrize("likelihood", LIKELIHOODS)
@@ -92,8 +92,8 @@ def test_calibration_by_weights_is_calibration_on_repeated_examples(likelihood: 
     weight = torch.arange(N, dtype=torch.float64) % 4
     x_again, y_again = repeated(x, y, weight)
     with torch.no_grad():
-        one = calibration._objective(model.head, model.hidden(x), y, weight)
-        many = calibration._objective(model.head, model.hidden(x_again), y_again, None)
+        one = objective_of(model.head, model.hidden(x), y, weight)
+        many = objective_of(model.head, model.hidden(x_again), y_again, None)
         assert one.total(0.7, 2.0) == pytest.approx(many.total(0.7, 2.0), rel=1e-10)
         apart = [o.standard_error(o.loss(0.7, 2.0) - o.loss(0.9, 1.0)) for o in (one, many)]
         assert float(apart[0]) == pytest.approx(float(apart[1]), rel=1e-9)

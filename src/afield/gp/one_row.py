@@ -231,7 +231,8 @@ class _Joined:
             below = bisect_left(knots, x) - 1
             if below >= 0:
                 total += heights[below] + slopes[below] * min(x - knots[below], widths[below])
-        return float(self._kind(total))
+        with np.errstate(over="ignore"):
+            return float(self._kind(total))
 
 
 class _Classes:
