@@ -1,6 +1,6 @@
 """The service under load, on the loopback interface of one machine: against the bare model in a loop, and over time.
 
-    python -m bench.serve [--requests 4000] [--long 100000]        writes results/serve.json
+    python -m bench.serve [--requests 4000] [--long 100000]        writes results/serve.json; --long 0 keeps its memory
 
 bare        one thread calls the model on one row after the other, as a program without a service would: rows a second
 service     `afield serve` in a process of its own, 32 clients in another one, each with one connection and one row a
@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
@@ -63,7 +64,9 @@ def load(port: int, payloads: list[bytes], count: int) -> dict[str, float]:
 
     took, seconds, wrong = asyncio.run(run())
     p50, p99 = np.quantile(seconds, (0.5, 0.99))
-    return {"rows_per_second": count / took, "p50_ms": 1000 * p50, "p99_ms": 1000 * p99, "failed": wrong}
+    if wrong:
+        raise RuntimeError(f"{wrong} of {count} requests failed")
+    return {"rows_per_second": count / took, "p50_ms": 1000 * p50, "p99_ms": 1000 * p99}
 
 
 def load_elsewhere(*arguments: Any) -> dict[str, float]:
@@ -86,6 +89,10 @@ class Service:
             time.sleep(0.05)
         self.port = int(found[1])
 
+    def input_name(self) -> str:
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/v2/models/m", timeout=30) as answer:
+            return str(json.load(answer)["inputs"][0]["name"])
+
     def megabytes(self) -> float:
         status = Path(f"/proc/{self.process.pid}/status").read_text()
         return int(re.search(r"VmRSS:\s+(\d+)", status)[1]) / 1024  # type: ignore[index]
@@ -105,7 +112,7 @@ def bare(run: Any, rows: list[np.ndarray], count: int) -> float:
 
 
 def compare(name: str, run: Any, service: Service, rows: list[np.ndarray], count: int) -> dict[str, Any]:
-    payloads = [request(row) for row in rows]
+    payloads = [request(row, service.input_name()) for row in rows]
     load_elsewhere(service.port, payloads, min(count, 300))  # warm
     rounds = [(bare(run, rows, count // 4), load_elsewhere(service.port, payloads, count)) for _ in range(ROUNDS)]
     found = {
@@ -180,6 +187,8 @@ def main() -> None:
     from afield.model.saving import write_file
 
     record: dict[str, Any] = {"command": "python -m bench.serve", "cores": os.cpu_count(), "clients": CLIENTS}
+    if not options.long and RECORD.is_file():  # measured before
+        record["memory"] = json.loads(RECORD.read_text())["memory"]
     record["models"] = {}
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
@@ -197,7 +206,7 @@ def main() -> None:
 
 def long_run(service: Service, rows: list[np.ndarray], count: int) -> dict[str, float]:
     """Memory after a tenth of the requests, and after all."""
-    payloads = [request(row) for row in rows]
+    payloads = [request(row, service.input_name()) for row in rows]
     load_elsewhere(service.port, payloads, count // 10)
     before = service.megabytes()
     found = load_elsewhere(service.port, payloads, count - count // 10)

@@ -206,3 +206,13 @@ def test_float32_has_the_digits_of_float64_where_nothing_varies_within_the_class
         found.factor()
     right = exact(h)
     torch.testing.assert_close(single(h.float()).double(), right, rtol=0.01, atol=0.02 * float(right.std()))
+
+
+def test_a_source_that_does_not_vary_makes_no_score_of_rounding():
+    score = JoinedScore()
+    values = torch.rand(200, 3, generator=torch.Generator().manual_seed(0))
+    values[:, 1] = -1.0986123
+    score.fit(values)
+    rows = values[:5].clone()
+    rows[:, 1] = torch.nextafter(rows[:, 1], torch.zeros(5))
+    torch.testing.assert_close(score(rows), score(values[:5]), rtol=0, atol=0.01)

@@ -425,6 +425,7 @@ def test_what_cannot_be_served_is_told(tmp_path: Path):
         sources_of([str(tmp_path / "bad.onnx")])[0].open(tmp_path / "bad.onnx")
 
 
+@pytest.mark.slow  # scikit-learn takes seconds to import
 def test_an_estimator_is_saved_without_pickle_and_served(tmp_path: Path):
     pandas = pytest.importorskip("pandas")
     rng = np.random.default_rng(0)

@@ -10,8 +10,8 @@ capital before it, whatever happened until then: M is a nonnegative martingale, 
 The bets: cash (1), kappa p^(kappa - 1) for inputs that lie further out, kappa (1 - p)^(kappa - 1) for inputs that
 crowd further in. A part J of the capital is spread anew at every eighth step, so that money is left for a change that
 comes late, and what was won is not lost again to a bet that has had its time (after Vovk's Simple Jumper). Several J
-have an equal part of the money each. Two are fixed: they follow what changes often. Two fade as c / t: in t rows
-without a change they lose a factor of t^c only, so that after millions of rows a change is still found soon. The
+have an equal part of the money each. Two of them are fixed: they follow what changes often. Two fade as c / t: in t
+rows without a change they lose a power of t only, so that after millions of rows a change is still found soon. The
 capital is kept as a logarithm and shares: it can grow beyond all floating numbers.
 
 When did it begin? For every bet, log b_i(p) summed up is a random walk that falls on average before the change and

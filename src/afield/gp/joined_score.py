@@ -28,7 +28,7 @@ _STEPS = 16
 _TAIL = 0.1
 _STEP = -math.log(_TAIL) / _STEPS
 _BUFFERS = ("knots", "widths", "slopes")
-_STEEPEST = 1e-100
+_NARROWEST = 1e-4  # of steps, as a part of the values: what varies less is rounding
 _PRIOR_ROWS = 5.0  # worth of the tail that the body of the distribution foretells
 
 
@@ -57,9 +57,11 @@ class JoinedScore(nn.Module):
         above = (values - last).clamp_min(0)
         foretold = (last - values.median(0).values) / math.log(0.5 / _TAIL)
         excess = (above.sum(0) + _PRIOR_ROWS * foretold) / ((above > 0).sum(0) + _PRIOR_ROWS)
-        widths = torch.cat([knots.diff(dim=-1), torch.full_like(knots[:, :1], math.inf)], dim=-1)
-        widths = widths.clamp_min(_STEEPEST)  # values may be equal: a step as steep as numbers allow
-        rise = torch.cat([_STEP / widths[:, :-1], 1 / excess[:, None].clamp_min(_STEEPEST)], dim=-1)
+        narrowest = (_NARROWEST * knots.abs().amax(1, keepdim=True)).clamp_min(1e-100)
+        steps = torch.maximum(knots.diff(dim=-1), narrowest)
+        knots = torch.cat([knots[:, :1], knots[:, :1] + steps.cumsum(-1)], dim=-1)  # values may be equal
+        widths = torch.cat([steps, torch.full_like(knots[:, :1], math.inf)], dim=-1)
+        rise = torch.cat([_STEP / widths[:, :-1], 1 / torch.maximum(excess[:, None], narrowest)], dim=-1)
         slopes = rise * torch.tensor(WEIGHTS, dtype=rise.dtype, device=rise.device)[:, None]
         for name, value in zip(_BUFFERS, (knots, widths, slopes), strict=True):
             setattr(self, name, value.to(self.knots.device))  # not written into: predictions may read them

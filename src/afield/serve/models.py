@@ -20,7 +20,6 @@ from afield.serve.logs import LOGGER, log
 from afield.serve.metrics import Metrics
 from afield.serve.monitor import Monitor
 
-Open = Callable[[], Engine]
 _FILES = ("afield.json", "config.json", "metrics.json", "model.safetensors")
 
 
