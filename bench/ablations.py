@@ -248,7 +248,10 @@ def plan(names: list[str], tasks: list[str], seeds: int) -> list[Key]:
 def tables() -> dict[str, str]:
     """The text between the marks of each name, from the record as it is."""
     record = lines(RECORD)
-    return {f"ablation {name}": _table(name, [r for r in record if r["ablation"] == name]) for name in ABLATIONS}
+    return {
+        f"ablation {name.replace('-', ' ')}": _table(name, [r for r in record if r["ablation"] == name])
+        for name in ABLATIONS
+    }
 
 
 def _table(name: str, record: list[dict[str, Any]]) -> str:

@@ -173,6 +173,8 @@ def post_hoc(work: Work, name: str) -> Callable[[Tensor], Tensor]:
 
 def without_package(name: str = "pytorch_ood") -> bool:
     """Make the files of a package importable without running its own imports; False where it is not installed."""
+    if name in sys.modules:
+        return True
     spec = importlib.util.find_spec(name)
     if spec is None or not spec.submodule_search_locations:
         return False
