@@ -141,19 +141,27 @@ def predict() -> Metrics:
     return compared(lambda: model.predict(x), bare, pairs=15)
 
 
-def stream(examples: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Batches that are made when they are asked for: memory does not grow with their number."""
-    x, y = data(4096)
-    for start in range(0, examples, 4096):
-        rows = min(4096, examples - start)
-        yield x[:rows] + 1e-6 * start, y[:rows]
+class Stream:
+    """Batches that are made when they are asked for: memory does not grow with their number.
+
+    They can be asked for twice: hidden vectors of more than a gigabyte are not kept between the two looks at them.
+    """
+
+    def __init__(self, examples: int) -> None:
+        self.examples = examples
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        x, y = data(4096)
+        for start in range(0, self.examples, 4096):
+            rows = min(4096, self.examples - start)
+            yield x[:rows] + 1e-6 * start, y[:rows]
 
 
 def seconds_and_memory(examples: int) -> tuple[float, float]:
     """In this process: seconds of fit_posterior, and the most memory that was ever in use, in megabytes."""
     model = head_alone()
     begin = time.perf_counter()
-    assert afield.fit_posterior(model, stream(examples)) == examples
+    assert afield.fit_posterior(model, Stream(examples)) == examples
     return time.perf_counter() - begin, peak_memory()
 
 
