@@ -18,12 +18,9 @@ PARTS = [
 PAGES = {"speed": ROOT / "docs" / "speed.md", "costs": ROOT / "README.md"}
 COSTS = {  # of the README: measures by name, what is done, and the factor from seconds to the unit
     "predict-wide-resnet": ("predict 64 images, WideResNet-28-10, s", 1),
-    "predict-one-wide-resnet": ("predict one image, WideResNet-16-4, ms", 1000),
     "predict-one-resnet-56": ("predict one image, ResNet-56, ms", 1000),
     "predict-one-mlp": ("predict one row, two dense layers, ms", 1000),
-    "predict-minilm": ("predict 32 sentences, MiniLM, s", 1),
     "train-wide-resnet": ("training step, 128 images, WideResNet-16-4, s", 1),
-    "train-minilm": ("training step, 32 sentences, MiniLM, s", 1),
 }
 TINY = ("uci-small", "uci-airfoil", "dnn (members=5)")  # record, task, dense row: where it costs most
 
