@@ -774,7 +774,9 @@ def test_text_encoder(precision: str | None, tmp_path: Path, needs_onnx: None) -
     batches = [(ids, y)] * 2
     afield.fit_head(model, batches, progress=False)
     afield.fit_posterior(model, batches, progress=False)
-    afield.calibrate(model, batches, progress=False)
+    # 24 training sentences in 384 dimensions, calibrated on themselves: distances to classes differ by rounding alone,
+    # so an export of the joined score is refused, and rightly.
+    afield.calibrate(model, batches, score="max_probability", progress=False)
     done = export(model, tmp_path / "model.onnx", ids, precision=precision)
     assert done.agreement.example["probs"] <= {None: 1e-5, "fp16": 5e-3, "int8": 0.2}[precision]
     assert done.size < {None: 100e6, "fp16": 50e6, "int8": 70e6}[precision]
