@@ -98,6 +98,15 @@ def test_another_calibration_forgets_it_and_a_new_fit_switches_it_off():
     assert not model.head.chosen_score.fitted
 
 
+def test_a_change_of_classes_forgets_it():
+    model, x = chosen("she"), data()[0]
+    model = afield.class_changes.drop_class(model, 0)
+    assert not model.head.chosen_score.fitted
+    p = model.predict(x)
+    assert p.p_value is None
+    assert p.score().isfinite().all()
+
+
 def test_it_serves_regression_where_it_needs_no_classes():
     x = data()[0]
     torch.manual_seed(0)

@@ -6,13 +6,14 @@ goes, into files, copies and exports.
 """
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from afield.prediction.distance_scores import FITTED
-from afield.prediction.fitted_score import Constants
+from afield.prediction.fitted_score import Constants, FittedScore
 
 
 class ChosenScore(nn.Module):
@@ -38,9 +39,9 @@ class ChosenScore(nn.Module):
 
     def forward(self, name: str, h: Tensor, logits: Tensor) -> Tensor:
         """The score of this name, whose constants these are."""
-        score = FITTED[name](self.in_features, 1)  # empty: `distance` reads constants alone
-        wide = torch.promote_types(h.dtype, torch.float32)
-        return score.distance({key: t for key, t in self._buffers.items() if t is not None}, h, logits).to(wide)
+        constants = {key: t for key, t in self._buffers.items() if t is not None}
+        scores = _empty(name, self.in_features).distance(constants, h, logits)
+        return scores.to(torch.promote_types(h.dtype, torch.float32))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "ChosenScore":
         exact = dict(self._buffers)
@@ -54,3 +55,9 @@ class ChosenScore(nn.Module):
         names = [key.removeprefix(prefix) for key in state_dict if key.startswith(prefix)]
         self.take({name: state_dict[prefix + name] for name in names})
         super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+@lru_cache(maxsize=32)
+def _empty(name: str, in_features: int) -> FittedScore:
+    """A score that has seen nothing, made once: `distance` reads constants alone."""
+    return FITTED[name](in_features, 1)

@@ -112,6 +112,7 @@ def change_outputs(model: SNGP, added: Iterable[Tensor], dropped: Sequence[int])
         head.class_distance.resize(head.first_outputs + len(added))
     model.settings = model.settings | {"classes": {"added": len(added), "dropped": list(dropped)}}
     head.forget_score()
+    head.chosen_score.forget()  # it knows the old classes
 
 
 def _check(head: GaussianProcessHead, what: str, **wanted: str) -> None:
