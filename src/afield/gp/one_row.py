@@ -34,7 +34,7 @@ from afield.gp.geometry import GEOMETRIES
 from afield.gp.head_state import PARTS
 from afield.gp.joined_score import JoinedScore
 from afield.gp.likelihoods import LIKELIHOODS
-from afield.gp.precision import BLOCK, Precision
+from afield.gp.precision import BLOCK, Accumulator, Precision
 from afield.prediction.p_values import fewest_rows
 from afield.prediction.prediction import Prediction
 from afield.prediction.predictive import MEAN_FIELD_FACTOR
@@ -67,7 +67,9 @@ class OneRow:
         self._members: list[Any] = list(chain.from_iterable(map(dict.values, self._owners)))
         self._features = [part for part in parts if isinstance(part, RandomFeatures)]
         self._adapted = list(map(_ADAPTED, self._features))
-        self._tensors = [member for member in self._members if isinstance(member, Tensor)]
+        sums = {id(part._buffers[name]) for part in parts if isinstance(part, Accumulator) for name in part.SUMS}
+        # What is added to the sums drops the factor, which a prediction reads in their place.
+        self._tensors = [t for t in self._members if isinstance(t, Tensor) and id(t) not in sums]
         self._addresses = list(map(Tensor.data_ptr, self._tensors))
         # Parameters are read where they are. Tensors of inference mode have no version.
         self._copied = [t for t in self._tensors if not isinstance(t, nn.Parameter) and not t.is_inference()]
@@ -158,7 +160,8 @@ class _Answer:
         self._joined: _Joined | None = None
         if distance is not None and score is not None and score.fitted:
             self._joined = _Joined(distance, score)
-        self._dtype, self._shape, self._amplitude = head.precision.root.dtype, (1, head.in_features), head.amplitude
+        self._dtype, self._shape = head.precision.root.dtype, (1, head.in_features)
+        self._amplitude = _array(head.amplitude)
         self._most = torch.finfo(self._dtype).max
 
     def __call__(self, h: Tensor) -> tuple[Array, float, Array, float | None] | None:
@@ -180,7 +183,7 @@ class _Answer:
                 part = np.vecdot(block, psi[:end])
                 squares += float(part.dot(part))
             spread = squares * size**2
-            variance = spread * self._amplitude.item() ** 2
+            variance = spread * float(self._amplitude) ** 2
             if not (variance < self._most and math.isfinite(mean.dot(mean))):
                 return None
             largest, below = _below_largest(mean)
@@ -249,7 +252,7 @@ class _Joined:
         a, b = both[: self._width], both[self._width :]
         near = np.vecdot(self._centers, a)
         near += self._offsets
-        distance = float(a.dot(a)) + float(near.min()) - float(b.dot(b))  # Python's floats overflow in silence
+        distance = float(a.dot(a)) + float(near[near.argmin()]) - float(b.dot(b))  # Python's floats overflow in silence
         energy = -largest - math.log(np.exp(below).sum())
         total = 0.0
         for x, (knots, heights, slopes, widths) in zip((spread, energy, distance), self._terms, strict=True):
@@ -263,7 +266,7 @@ class _Classes:
     """`GaussianProcessHead.prediction` of an answer: mean-field probabilities, and p-values of the joined score."""
 
     def __init__(self, head: "GaussianProcessHead") -> None:
-        self._scale, self._calibrated = head.logit_scale, head.calibrated
+        self._scale, self._calibrated = _array(head.logit_scale), head.calibrated
         self._reference, self._spans = memoryview(_array(head.reference)), head.reference_spans.tolist()  # type: ignore[arg-type]
         self._known: dict[str, Any] = {"likelihood": head.likelihood}
         if self._calibrated:
@@ -271,7 +274,7 @@ class _Classes:
             self._known |= {"default_score": head.score, "smallest_p_value": smallest}
 
     def __call__(self, h: Tensor, mean: Array, variance: float, below: Array, joined: float | None) -> Prediction:
-        scale = self._scale.item()
+        scale = float(self._scale)
         logits = mean * scale
         probs = below * (scale / math.sqrt(1 + MEAN_FIELD_FACTOR * variance))
         np.exp(probs, out=probs)
