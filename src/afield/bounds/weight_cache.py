@@ -211,7 +211,7 @@ def regroup() -> None:
 def make_and_keep(
     source: Source, place: Place, chain: dict[str, Any], make: Callable[[], Tensor]
 ) -> tuple[Tensor, KeptWeight | None]:
-    """The weight, and what may be kept of it; `chain` has the parametrisations of the weight, of which source is one."""
+    """The weight, and what may be kept of it; `chain` has the parametrisations of the weight, source among them."""
     tensors = [tensors[name] for tensors, name in (place, *source.made_of())]
     if source.training or not plain_evaluation() or not all(_plain(tensor) for tensor in tensors):
         return make(), None
