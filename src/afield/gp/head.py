@@ -206,7 +206,7 @@ class GaussianProcessHead(HeadState):
 
         predictive  None: the head's own
         """
-        predictive = PREDICTIVES.check(predictive or self.predictive)
+        predictive = PREDICTIVES.check(predictive) if predictive else self.predictive
         if torch.compiler.is_compiling():
             head = self
         elif len(h) == 1 and h.is_cpu and plain_evaluation() and not torch.is_autocast_enabled("cpu"):

@@ -6,14 +6,15 @@ the head; changes are made in a `revision`, a copy that takes the head's place i
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, Self
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from afield.gp.chosen_score import ChosenScore
 from afield.gp.class_distance import ClassDistance
+from afield.gp.exact_buffers import ExactBuffers
 from afield.gp.features import RandomFeatures
 from afield.gp.joined_score import JoinedScore
 from afield.gp.likelihoods import LIKELIHOODS
@@ -28,7 +29,7 @@ SCALARS = ("ridge", "amplitude", "logit_scale", "noise")
 PARTS = ("random_features", "variance_features", "precision", "class_distance", "joined_score", "chosen_score")
 
 
-class HeadState(nn.Module):
+class HeadState(ExactBuffers):
     """Buffers, parts and locks of `GaussianProcessHead`, which has the mathematics."""
 
     random_features: RandomFeatures
@@ -184,19 +185,12 @@ class HeadState(nn.Module):
                 self.precision.stale()
                 self.forget_score()
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        names = (*SCALARS, "training_error", "reference")
-        exact = {name: getattr(self, name) for name in names}
-        super()._apply(fn, recurse)
-        for name, value in exact.items():
-            setattr(self, name, value.to(getattr(self, name).device))
-        return self
+    @property
+    def exact(self) -> tuple[str, ...]:
+        return (*SCALARS, "training_error", "reference")
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        for name, dims in (("reference", 1), ("reference_spans", 2), ("score_name", 1)):
-            saved = state_dict.get(prefix + name)
-            if saved is not None and saved.dim() == dims:
-                setattr(self, name, getattr(self, name).new_zeros(saved.shape))
+        self.make_room(state_dict, prefix, ("reference", "reference_spans", "score_name"))
         super()._load_from_state_dict(state_dict, prefix, *args)
         if prefix + "score_name" in state_dict:
             self.set_score(bytes(self.score_name.tolist()).decode())

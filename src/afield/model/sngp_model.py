@@ -80,7 +80,8 @@ class SNGP(nn.Module):
             if (clearer := clearer_error(self.net, args, kwargs)) is None:
                 raise
             raise clearer from error
-        logits, expected = getattr(returned, "logits", returned), h.shape[0] * self.head.out_features
+        logits = returned if isinstance(returned, Tensor) else getattr(returned, "logits", returned)
+        expected = h.shape[0] * self.head.out_features
         if isinstance(logits, Tensor) and logits.numel() != expected:
             raise RuntimeError(
                 f"The output layer {self.output!r} makes {self.head.out_features} numbers an input, but the network "
