@@ -99,7 +99,7 @@ class Graph(nn.Module):
         self.inputs, self.output = inputs, plain.output
         self.half_backbone, self.with_hidden = half, hidden
         likelihood = LIKELIHOODS[head.likelihood]
-        self.of_classes, self.noise = likelihood.of_classes, float(head.noise) if likelihood.noisy else None
+        self.of_classes = likelihood.of_classes
         self.head = head
         self.net = replace_layer(plain.net, plain.output, Tap(head.out_features))
         if half:
@@ -128,7 +128,9 @@ class Graph(nn.Module):
             prediction = Prediction(logits, variance, probs, likelihood=head.likelihood)
             answers = {"probs": probs, "logits": logits}
         else:
-            prediction = Prediction(mean, variance, noise=self.noise, likelihood=head.likelihood)
+            prediction = head.of_numbers(mean, variance, h)
+            assert prediction.variance is not None
+            variance = prediction.variance
             answers = {"mean": prediction.mean, "std": prediction.std}
         prediction = dataclasses.replace(prediction, **head.own_fields(head.own_score(mean, variance, h)))
         answers |= {"variance": variance, "score": prediction.score(self.score)}

@@ -28,6 +28,7 @@ from afield.gp.head_state import HeadState
 from afield.gp.joined_score import JoinedScore
 from afield.gp.likelihoods import LIKELIHOODS
 from afield.gp.low_rank import LowRank, check_rank
+from afield.gp.noise import FEATURES, noise_shape
 from afield.gp.observing import accumulate
 from afield.gp.one_row import OneRow
 from afield.gp.precision import COVARIANCES, Precision, choose_curvature, curvature_weights
@@ -54,6 +55,8 @@ class GaussianProcessHead(HeadState):
     mean                 a trained output layer to keep as f; there are then no output weights to train
     variance_features    "same" as the mean's, "own", or "auto": own for classification. A mapping has options of
                          `RandomFeatures` for own ones
+    noise                of a gaussian likelihood: "output", one variance an output; "full", a covariance of the outputs;
+                         "input", one that also varies with the input (`gp.noise`)
     predictive           how the posterior makes probabilities: a name of `afield.predictive.PREDICTIVES`
     features             options of `RandomFeatures`: num_random_features, length_scale, kernel, orthogonal, geometry,
                          projection, generator. With `mean` they are those of the variance
@@ -76,6 +79,7 @@ class GaussianProcessHead(HeadState):
         constant: bool = False,
         mean: nn.Module | None = None,
         variance_features: str | Mapping[str, Any] = "same",
+        noise: str = "output",
         predictive: str = "mean_field",
         **features: Any,
     ) -> None:
@@ -101,6 +105,12 @@ class GaussianProcessHead(HeadState):
         self.register_module("class_distance", ClassDistance(in_features, num_classes) if num_classes else None)
         self.register_module("joined_score", JoinedScore() if num_classes else None)
         self.chosen_score = ChosenScore(in_features)
+        self.register_module("noise_shape", noise_shape(noise, likelihood, out_features))
+        varies = self.noise_shape is not None and self.noise_shape.kind == "input"
+        generator = torch.Generator().manual_seed(0)  # training draws the same numbers whatever the noise
+        self.register_module(
+            "noise_features", RandomFeatures(in_features, **FEATURES, generator=generator) if varies else None
+        )
         if rank is None:
             self.precision = Precision(num_random_features, num_matrices, momentum=momentum)
         else:
@@ -245,12 +255,26 @@ class GaussianProcessHead(HeadState):
             probs, members = PREDICTIVES[predictive or self.predictive](logits, variance, num_samples, generator)
             prediction = Prediction(logits, variance, probs, members, h, likelihood=self.likelihood, **own)
         else:
-            noise = float(self.noise) if likelihood.noisy else None
-            prediction = Prediction(mean, variance, features=h, noise=noise, likelihood=self.likelihood, **own)
+            prediction = dataclasses.replace(self.of_numbers(mean, variance, h), features=h, **own)
         if not self.calibrated:
             return prediction
         prediction = dataclasses.replace(prediction, default_score=self.score)
         return with_p_values(prediction, self.reference, self.reference_spans)
+
+    def of_numbers(self, mean: Tensor, variance: Tensor, h: Tensor | None) -> Prediction:
+        """The `Prediction` of a likelihood without classes; h is needed where the noise varies with it."""
+        noise: float | Tensor | None = float(self.noise) if LIKELIHOODS[self.likelihood].noisy else None
+        if self.noise_shape is not None:
+            log_ratio = None if h is None else self.log_noise_ratio(h)
+            noise = self.noise_shape.noise(self.noise, log_ratio, mean)
+            variance = self.noise_shape.of_outputs(variance)
+        return Prediction(mean, variance, noise=noise, likelihood=self.likelihood)
+
+    def log_noise_ratio(self, h: Tensor) -> Tensor | None:
+        """By how much (N, K), in logarithms, the noise of each input exceeds the usual; None where it does not vary."""
+        if self.noise_features is None or self.noise_shape is None or not self.noise_shape.varies:
+            return None
+        return self.noise_shape.log_ratio(self.noise_features(h))
 
     def mean_of(self, h: Tensor, phi: Tensor | None, psi: Tensor | None = None) -> Tensor:
         """f (N, K); phi and psi are the features of h where they are known."""

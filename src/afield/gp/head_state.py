@@ -18,6 +18,7 @@ from afield.gp.features import RandomFeatures
 from afield.gp.joined_score import JoinedScore
 from afield.gp.likelihoods import LIKELIHOODS
 from afield.gp.low_rank import LowRank
+from afield.gp.noise import NoiseShape
 from afield.gp.precision import Precision
 from afield.gp.snapshot import Lock, adopt, frozen_copy
 from afield.prediction.distance_scores import FITTED
@@ -25,7 +26,10 @@ from afield.prediction.p_values import sort_reference
 from afield.prediction.scores import SCORES
 
 SCALARS = ("ridge", "amplitude", "logit_scale", "noise")
-PARTS = ("random_features", "variance_features", "precision", "class_distance", "joined_score", "chosen_score")
+PARTS = (
+    *("random_features", "variance_features", "precision", "class_distance", "joined_score", "chosen_score"),
+    *("noise_shape", "noise_features"),
+)
 
 
 class HeadState(nn.Module):
@@ -37,6 +41,8 @@ class HeadState(nn.Module):
     class_distance: ClassDistance | None
     joined_score: JoinedScore | None
     chosen_score: ChosenScore
+    noise_shape: NoiseShape | None
+    noise_features: RandomFeatures | None
     likelihood: str
     out_features: int
     ridge: Tensor
@@ -69,7 +75,8 @@ class HeadState(nn.Module):
 
     def unadapted(self) -> list[RandomFeatures]:
         """The random features that do not know their length scale and moments yet."""
-        return [f for f in (self.random_features, self.variance_features) if f is not None and not f.adapted]
+        all_features = (self.random_features, self.variance_features, self.noise_features)
+        return [f for f in all_features if f is not None and not f.adapted]
 
     @property
     def features_of_variance(self) -> RandomFeatures:
@@ -117,6 +124,8 @@ class HeadState(nn.Module):
                 adopt(self, draft, *PARTS)
                 self.random_features.adapted = draft.random_features.adapted
                 self.features_of_variance.adapted = draft.features_of_variance.adapted
+                if self.noise_features is not None and draft.noise_features is not None:
+                    self.noise_features.adapted = draft.noise_features.adapted
                 self.score = draft.score
 
     def reset_posterior(self) -> None:
@@ -126,6 +135,8 @@ class HeadState(nn.Module):
             self.class_distance.reset()
         self.training_error = torch.zeros_like(self.training_error)
         self.chosen_score.forget()
+        if self.noise_shape is not None:
+            self.noise_shape.forget()
         self.forget_score()
 
     def forget_reference(self) -> None:

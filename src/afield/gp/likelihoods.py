@@ -43,7 +43,8 @@ class Likelihood:
     loss             (f, y) -> -log p(y | f) (N,), up to a constant of y; a gaussian's in units of its noise variance
     curvature        f -> the diagonal (N, K) of the Hessian of the loss
     hessian          f -> the function u -> H u, for u (N, K)
-    predictive_loss  (m, v, noise, y) -> -log E[p(y | g)] (N,) for outputs g ~ N(m, v), as the default predictive has it
+    predictive_loss  (m, v, noise, y) -> -log E[p(y | g)] (N,) for outputs g ~ N(m, v), as the default predictive has it;
+                     noise is one variance for all, or (N, K)
     check_targets    (y, K) -> targets in the form above, or an error
     num_classes      K -> number of classes; 0 where targets are numbers
     outputs          how many there may be
@@ -59,14 +60,14 @@ class Likelihood:
     loss: Callable[[Tensor, Tensor], Tensor]
     curvature: Callable[[Tensor], Tensor]
     hessian: Callable[[Tensor], Callable[[Tensor], Tensor]]
-    predictive_loss: Callable[[Tensor, Tensor, float, Tensor], Tensor]
+    predictive_loss: Callable[[Tensor, Tensor, float | Tensor, Tensor], Tensor]
     check_targets: Callable[[Tensor, int], Tensor]
     num_classes: Callable[[int], int]
     outputs: Outputs = Outputs(1, math.inf, "at least 1 output")
     calibrated: Literal["logit_scale", "noise"] | None = None
     noisy: bool = False
     mean: Callable[[Tensor, Tensor | None], Tensor] | None = None
-    variance: Callable[[Tensor, Tensor, float], Tensor] | None = None
+    variance: Callable[[Tensor, Tensor, float | Tensor], Tensor] | None = None
     lowest_target: float = -math.inf
     score: str = "variance"
     doubt: str = "variance"
@@ -121,16 +122,16 @@ def _diagonal(curvature: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Calla
 # Losses of predictions
 
 
-def _mean_field(loss: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor, float, Tensor], Tensor]:
+def _mean_field(loss: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor, float | Tensor, Tensor], Tensor]:
     return lambda m, v, noise, y: loss(shrink(m, v), y)
 
 
-def _gaussian_predictive(m: Tensor, v: Tensor, noise: float, y: Tensor) -> Tensor:
+def _gaussian_predictive(m: Tensor, v: Tensor, noise: float | Tensor, y: Tensor) -> Tensor:
     total = per_output(v, m) + noise
     return 0.5 * (torch.log(2 * math.pi * total) + (y - m).square() / total).sum(1)
 
 
-def _poisson_predictive(m: Tensor, v: Tensor, noise: float, y: Tensor) -> Tensor:
+def _poisson_predictive(m: Tensor, v: Tensor, noise: float | Tensor, y: Tensor) -> Tensor:
     """By Gauss-Hermite quadrature over the log rate."""
     nodes, weights = (torch.from_numpy(a).to(m) for a in np.polynomial.hermite_e.hermegauss(32))
     log_rate = m[..., None] + per_output(v, m).sqrt()[..., None] * nodes
@@ -147,7 +148,7 @@ def _poisson_mean(m: Tensor, v: Tensor | None) -> Tensor:
     return poisson_rate(m, v)
 
 
-def _poisson_variance(m: Tensor, v: Tensor, noise: float) -> Tensor:
+def _poisson_variance(m: Tensor, v: Tensor, noise: float | Tensor) -> Tensor:
     """Of a Poisson with a log-normal rate: r + r^2 (e^v - 1), in logarithms, since r may vanish where e^v overflows."""
     v = per_output(v, m)
     root = m + v + torch.log(-torch.expm1(-v)) / 2  # of the second term

@@ -33,6 +33,7 @@ from afield.gp.likelihoods import LIKELIHOODS, Likelihood
 from afield.model.batches import Field, Inputs
 from afield.model.evaluating import evaluating
 from afield.model.hidden import Hidden, check_target
+from afield.model.noise import balance_outputs
 from afield.model.sngp_model import SNGP
 from afield.model.targets import other_kind, warn_of_kind
 from afield.prediction.distance_scores import FITTED
@@ -151,6 +152,7 @@ def calibrate(
         # Parameters may decide the predicted class, by which the reference is then cut.
         of_parameters = fit_fraction or (fraction if per_class else FIT_FRACTION)
         fit = cut_in_two(hidden.shape[0], of_parameters, seed)[0].to(hidden.device)
+        balance_outputs(head, hidden[fit], y[fit], None if weight is None else weight[fit])
         objective = objective_of(head, hidden[fit], y[fit], None if weight is None else weight[fit])
         if logit_scale is not None:
             objective = with_scale(objective, logit_scale)
@@ -162,7 +164,10 @@ def calibrate(
         nuisance, amplitude, after = choose(objective, largest=likelihood.of_classes, standard_errors=errors)
         fitted = {} if likelihood.calibrated is None else {likelihood.calibrated: nuisance}
         head.set_scalars(amplitude=amplitude, **fitted)
-        if likelihood.noisy and _raise_noise(head, hidden[fit]):
+        while likelihood.noisy and _raise_noise(head, hidden[fit]):
+            # More noise leaves less for the variance to explain.
+            amplitude = math.sqrt(_best_amplitude(objective, float(head.noise), amplitude**2))
+            head.set_scalars(amplitude=amplitude)
             after = float(objective.mean(objective.loss(float(head.noise), amplitude**2)))
         if head.joined_score is not None:
             head.joined_score.fit(sources_of(head, hidden[first]))
@@ -241,6 +246,12 @@ def _constant_loss(likelihood: Likelihood, objective: Objective, target: Tensor)
         return likelihood.predictive_loss(mean.expand_as(target), variance.expand_as(target), 0.0, target)
     rate = mean.clamp_min(1e-12).log().expand_as(target)
     return likelihood.predictive_loss(rate, torch.zeros_like(rate), 0.0, target)
+
+
+def _best_amplitude(objective: Objective, noise: float, largest: float) -> float:
+    """The a^2 of the grid, up to the largest, that goes best with this noise."""
+    allowed = [a2 for a2 in objective.grid if a2 <= largest * (1 + 1e-9)]
+    return float(min(allowed, key=lambda a2: objective.total(noise, a2)))
 
 
 def _raise_noise(head: GaussianProcessHead, hidden: Tensor) -> bool:

@@ -23,7 +23,13 @@ _POSTERIOR = (  # what fitting and calibrating set
     *("reference", "reference_spans", "reference_count", "score_name"),
     *("shift", "gain", "length_scale", "radius"),
 )
-_SUMS = ("precision", "class_distance", "joined_score", "chosen_score")  # of the head: fitting fills them
+_SUMS = (
+    "precision",
+    "class_distance",
+    "joined_score",
+    "chosen_score",
+    "noise_shape",
+)  # of the head: fitting fills them
 _VERSION = attrgetter("_version")
 _COUNTERS = ("num_steps", "num_binding", "num_batches_tracked")  # which change nothing
 

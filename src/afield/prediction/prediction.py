@@ -29,7 +29,8 @@ class Prediction:
     p_value   (N,)       conformal p-value of "this is in-domain", or None until calibrated
     joined    (N,)       the joined score, of a calibrated classifier, or None
     fitted    (N,)       the fitted score that `afield.calibrate` was told to rest p-values on, or None
-    noise                variance of the observation noise (gaussian), or None
+    noise                variance of the observation noise (gaussian): a number for all, (N, K) by output, (N, K, K) where
+                         that of the outputs is correlated; or None
     smallest_p_value     the smallest p-value that every row can have, 1 / (reference rows + 1), of the smallest
                          reference where there is one by class; None until calibrated
     num_reference        reference rows behind the p-values, (N,) where they go by class; None until calibrated, and for
@@ -45,7 +46,7 @@ class Prediction:
     p_value: Tensor | None = None
     joined: Tensor | None = None
     fitted: Tensor | None = None
-    noise: float | None = None
+    noise: float | Tensor | None = None
     smallest_p_value: float | None = None
     num_reference: int | Tensor | None = None
     likelihood: str = "categorical"
@@ -87,7 +88,7 @@ class Prediction:
             raise ValueError(f"Cannot join predictions with different fields: {[sorted(p) for p in parts]}.")
         kinds = {
             (
-                *(p.likelihood, p.noise, p.smallest_p_value, p.default_score),
+                *(p.likelihood, None if isinstance(p.noise, Tensor) else p.noise, p.smallest_p_value, p.default_score),
                 p.num_reference if isinstance(p.num_reference, int) else None,
             )
             for p in predictions
@@ -128,7 +129,18 @@ class Prediction:
         variance = likelihood_of(self).variance
         if variance is None:
             raise ValueError(f"A {self.likelihood} prediction has class probabilities (probs), not a std.")
-        return variance(self.logits, self._need("variance", "a standard deviation"), self.noise or 0.0).sqrt()
+        noise = 0.0 if self.noise is None else self.noise
+        if isinstance(noise, Tensor) and noise.dim() == 3:
+            noise = noise.diagonal(dim1=-2, dim2=-1)
+        return variance(self.logits, self._need("variance", "a standard deviation"), noise).sqrt()
+
+    @property
+    def covariance(self) -> Tensor:
+        """Covariance of the target (N, K, K), epistemic and noise together: a gaussian's, whose outputs share a shape."""
+        if not isinstance(self.noise, Tensor) or self.noise.dim() != 3:
+            return torch.diag_embed(self.std.square())
+        ratio = self._need("variance", "a covariance") / self.noise.diagonal(dim1=-2, dim2=-1)
+        return self.noise * (1 + ratio[:, :1, None])
 
     def interval(self, level: float = 0.95) -> tuple[Tensor, Tensor]:
         """The central interval of a gaussian prediction that holds the target with probability `level`."""
