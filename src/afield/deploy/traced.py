@@ -96,12 +96,12 @@ class Graph(nn.Module):
         head.factor()
         head.precision.free()  # the largest tensors of all, behind the factor
         self.alpha = chosen_alpha(model, alpha)
-        self.inputs, self.output = inputs, plain.output
+        self.inputs, self.output = inputs, plain.head_name
         self.half_backbone, self.with_hidden = half, hidden
         likelihood = LIKELIHOODS[head.likelihood]
         self.of_classes, self.noise = likelihood.of_classes, float(head.noise) if likelihood.noisy else None
         self.head = head
-        self.net = replace_layer(plain.net, plain.output, Tap(head.out_features))
+        self.net = replace_layer(plain.net, plain.head_name, Tap(head.out_features))
         if half:
             self.net.half()
         reference = head.reference if head.calibrated else head.reference[:0]

@@ -132,9 +132,11 @@ class GaussianProcessHead(HeadState):
         return self.variance_features(self.checked(h))
 
     def forward(self, h: Tensor) -> Tensor:
-        """The logits f (N, K). No side effect on the posterior, ever."""
+        """The logits f (N, K), of h (N, ..., d) as (N, ..., K), like a Linear. No side effect on the posterior, ever."""
         zeros = handed_over(self, h, self.out_features)
-        return self.mean_of(h, None) if zeros is None else zeros
+        if zeros is not None:
+            return zeros
+        return self.mean_of(h, None) if h.dim() <= 2 else self.mean_of(h.flatten(0, -2), None).unflatten(0, h.shape[:-1])
 
     def observe(
         self,
@@ -250,7 +252,7 @@ class GaussianProcessHead(HeadState):
         if not self.calibrated:
             return prediction
         prediction = dataclasses.replace(prediction, default_score=self.score)
-        return with_p_values(prediction, self.reference, self.reference_spans)
+        return with_p_values(prediction, self.reference, self.reference_spans, int(self.reference_draws))
 
     def mean_of(self, h: Tensor, phi: Tensor | None, psi: Tensor | None = None) -> Tensor:
         """f (N, K); phi and psi are the features of h where they are known."""

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from afield.bounds.spectral import bounds_of
 from afield.errors import DamagedModel, StaleWarning
 from afield.gp.features import RandomFeatures
+from afield.gp.head_state import ADDED_LATER
 from afield.model import convert
 from afield.model.class_changes import change_outputs
 from afield.model.files import hash_json, read_tensors, sweep, sweep_temporary, tensor_shapes, write_file
@@ -96,6 +97,7 @@ def load_with_index(path: str | os.PathLike[str], net: nn.Module) -> tuple[SNGP,
     model = _rebuild(index, net)
     _take_chosen_score(model, tensors)
     expected, problems = model.state_dict(), []
+    tensors = {name: t for name, t in expected.items() if name.endswith(ADDED_LATER)} | tensors
     for name in sorted(expected.keys() | tensors.keys()):
         if name not in tensors:
             problems.append(f"{name}: in the network, not in the file")
