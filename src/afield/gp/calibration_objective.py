@@ -38,8 +38,8 @@ class Objective:
     start: float  # of t
     weight: Tensor | None  # (N,) of the examples; None: 1
     outputs: Tensor  # (N, K) of the network
-    group: int = 1  # examples that depend on each other, one group after the other: the positions of an input
     prior: Callable[[float, float], float] = lambda t, a2: 0.0  # -log prior of t, worth one observation or so
+    group: int = 1  # examples that depend on each other, one group after the other: the positions of an input
 
     def total(self, t: float, a2: float) -> float:
         losses = self.loss(t, a2)

@@ -136,7 +136,9 @@ class GaussianProcessHead(HeadState):
         zeros = handed_over(self, h, self.out_features)
         if zeros is not None:
             return zeros
-        return self.mean_of(h, None) if h.dim() <= 2 else self.mean_of(h.flatten(0, -2), None).unflatten(0, h.shape[:-1])
+        if h.dim() <= 2 or h.shape[-1] != self.in_features:
+            return self.mean_of(h, None)
+        return self.mean_of(h.flatten(0, -2), None).unflatten(0, h.shape[:-1])
 
     def observe(
         self,
