@@ -39,6 +39,7 @@ class Objective:
     weight: Tensor | None  # (N,) of the examples; None: 1
     outputs: Tensor  # (N, K) of the network
     prior: Callable[[float, float], float] = lambda t, a2: 0.0  # -log prior of t, worth one observation or so
+    group: int = 1  # examples that depend on each other, one group after the other: the positions of an input
 
     def total(self, t: float, a2: float) -> float:
         losses = self.loss(t, a2)
@@ -53,7 +54,11 @@ class Objective:
         return losses.mean(-1) if self.weight is None else losses @ (self.weight / self.weight.sum())
 
     def standard_error(self, losses: Tensor) -> Tensor:
-        """Of that mean."""
+        """Of that mean; the groups are independent."""
+        if self.group > 1:
+            of_groups = None if self.weight is None else self.weight[:: self.group]
+            alone = dataclasses.replace(self, group=1, weight=of_groups)
+            return alone.standard_error(losses.unflatten(-1, (-1, self.group)).mean(-1))
         if self.weight is None:
             return losses.std(-1) / math.sqrt(losses.shape[-1])
         squares = (losses - self.mean(losses)[..., None]).square() @ self.weight

@@ -142,9 +142,13 @@ class GaussianProcessHead(HeadState):
         return self.variance_features(self.checked(h))
 
     def forward(self, h: Tensor) -> Tensor:
-        """The logits f (N, K). No side effect on the posterior, ever."""
+        """The logits f (N, K), of h (N, ..., d) as (N, ..., K), like a Linear. No side effect on the posterior, ever."""
         zeros = handed_over(self, h, self.out_features)
-        return self.mean_of(h, None) if zeros is None else zeros
+        if zeros is not None:
+            return zeros
+        if h.dim() <= 2 or h.shape[-1] != self.in_features:
+            return self.mean_of(h, None)
+        return self.mean_of(h.flatten(0, -2), None).unflatten(0, h.shape[:-1])
 
     def observe(
         self,
@@ -259,7 +263,7 @@ class GaussianProcessHead(HeadState):
         if not self.calibrated:
             return prediction
         prediction = dataclasses.replace(prediction, default_score=self.score)
-        return with_p_values(prediction, self.reference, self.reference_spans)
+        return with_p_values(prediction, self.reference, self.reference_spans, int(self.reference_draws))
 
     def of_numbers(self, mean: Tensor, variance: Tensor, h: Tensor | None) -> Prediction:
         """The `Prediction` of a likelihood without classes; h is needed where the noise varies with it."""

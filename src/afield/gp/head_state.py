@@ -30,6 +30,7 @@ PARTS = (
     *("random_features", "variance_features", "precision", "class_distance", "joined_score", "chosen_score"),
     *("noise_shape", "noise_features"),
 )
+ADDED_LATER = ("reference_draws", "input_reference")  # states from before have none: no input has positions
 
 
 class HeadState(nn.Module):
@@ -53,6 +54,8 @@ class HeadState(nn.Module):
     reference: Tensor
     reference_spans: Tensor
     reference_count: Tensor
+    reference_draws: Tensor
+    input_reference: Tensor
     score_name: Tensor
     score: str
 
@@ -69,6 +72,9 @@ class HeadState(nn.Module):
         self.register_buffer("reference", torch.zeros(0, dtype=torch.float64))
         self.register_buffer("reference_spans", torch.zeros(0, 2, dtype=torch.int64))
         self.register_buffer("reference_count", torch.zeros((), dtype=torch.int64))
+        # Of inputs with positions: how many of each input are in the reference, and sorted held-out scores of inputs.
+        self.register_buffer("reference_draws", torch.ones((), dtype=torch.int64))
+        self.register_buffer("input_reference", torch.zeros(0, dtype=torch.float64))
         self.register_buffer("score_name", torch.zeros(0, dtype=torch.uint8))
         self.set_score(LIKELIHOODS[self.likelihood].score)
         self._writing, self._publishing = Lock(rank=0), Lock(rank=1)
@@ -142,6 +148,7 @@ class HeadState(nn.Module):
     def forget_reference(self) -> None:
         """Switch p-values off until calibrated again."""
         self.reference, self.reference_spans = self.reference[:0].clone(), self.reference_spans[:0].clone()
+        self.input_reference, self.reference_draws = self.input_reference[:0].clone(), torch.ones_like(self.reference_draws)
 
     def forget_score(self) -> None:
         """Switch p-values and the joined score off until calibrated again: their sources have changed."""
@@ -161,13 +168,19 @@ class HeadState(nn.Module):
         """Whether p-values stand: reference scores were taken from the posterior as it is now."""
         return self.reference.numel() > 0 and int(self.reference_count) == self.num_observed
 
-    def set_reference(self, scores: Tensor, classes: Tensor | None = None) -> None:
+    def set_reference(self, scores: Tensor, classes: Tensor | None = None, *, draws: int = 1) -> None:
         """Keep the scores of held-out in-domain examples (N,), to which p-values compare new ones.
 
         classes  (N,): the predicted classes, by which p-values are to be taken; None: all are compared with all
+        draws    how many positions of each input they are of
         """
         num_classes = LIKELIHOODS[self.likelihood].num_classes(self.out_features)
+        self.reference_draws = torch.full_like(self.reference_draws, draws)
         self.keep_reference(*sort_reference(scores.detach().double().to(self.reference.device), classes, num_classes))
+
+    def set_input_reference(self, scores: Tensor) -> None:
+        """Keep the scores (n,) of held-out inputs that have positions."""
+        self.input_reference = scores.detach().double().to(self.reference.device).sort().values
 
     def keep_reference(self, reference: Tensor, spans: Tensor) -> None:
         """Take over the reference of another state of the head, as it is."""
@@ -196,7 +209,7 @@ class HeadState(nn.Module):
                 self.forget_score()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        names = (*SCALARS, "training_error", "reference")
+        names = (*SCALARS, "training_error", "reference", "input_reference")
         exact = {name: getattr(self, name) for name in names}
         super()._apply(fn, recurse)
         for name, value in exact.items():
@@ -204,7 +217,9 @@ class HeadState(nn.Module):
         return self
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        for name, dims in (("reference", 1), ("reference_spans", 2), ("score_name", 1)):
+        for name in ADDED_LATER:
+            state_dict.setdefault(prefix + name, getattr(self, name))
+        for name, dims in (("reference", 1), ("reference_spans", 2), ("input_reference", 1), ("score_name", 1)):
             saved = state_dict.get(prefix + name)
             if saved is not None and saved.dim() == dims:
                 setattr(self, name, getattr(self, name).new_zeros(saved.shape))

@@ -114,7 +114,7 @@ def _can_be_prepared(head: "GaussianProcessHead") -> bool:
         return False
     if head.unadapted() or head.added or head.dropped or not hasattr(np, "vecdot"):  # which NumPy 1 has not
         return False
-    if head.chosen_score.fitted:
+    if head.chosen_score.fitted or int(head.reference_draws) > 1:
         return False
     tensors = [precision.root, *(f.weight for f in (head.random_features, head.features_of_variance))]
     tensors += [] if head.mean is not None else [head.weight]

@@ -21,12 +21,13 @@ _ROWS = 2**15  # examples whose squares the noise is fitted to: 256 weights need
 
 
 class Residuals:
-    """Sums over examples: count, and w e e^T (K, K) of residuals in the units of the noise at their input."""
+    """Sums over examples: inputs, count, and w e e^T (K, K) of residuals in the units of the noise at their input."""
 
     def __init__(self, head: GaussianProcessHead) -> None:
         self.head, outputs = head, head.out_features
         self.squares = torch.zeros(outputs, outputs, dtype=torch.float64)
         self.count = torch.zeros((), dtype=torch.float64)
+        self.inputs = torch.zeros((), dtype=torch.float64)
 
     def add(self, h: Tensor, target: Tensor, weight: Tensor | None) -> None:
         residual, log_ratio = self.of(h, target), self.head.log_noise_ratio(h)
@@ -43,7 +44,7 @@ class Residuals:
     def reduce(self) -> None:
         """Sum over the ranks, once; a rank without examples adds zeros."""
         if several_ranks():
-            for part in (self.squares, self.count):
+            for part in (self.squares, self.count, self.inputs):
                 on_device = part.to(self.head.precision.count.device)
                 dist.all_reduce(on_device)
                 part.copy_(on_device)
@@ -105,7 +106,7 @@ def learn_input_noise(head: GaussianProcessHead, examples: Hidden) -> None:
     residuals = Residuals(head)
     head.factor()
     rows, step, kept = 0, 1, None
-    for h, target, weight in examples:
+    for h, target, weight, _ in examples:
         if target is None:
             raise examples.without_target('fit_posterior with noise="input"')
         squares = residuals.of(h, target).square()

@@ -20,8 +20,9 @@ from afield.gp.likelihoods import LIKELIHOODS
 from afield.model.batches import Field, Inputs
 from afield.model.evaluating import evaluating
 from afield.model.fingerprint import Fingerprint, digest
-from afield.model.hidden import Hidden, adapt, check_order
+from afield.model.hidden import Hidden, Sample, adapt, check_order
 from afield.model.noise import Residuals, learn_input_noise
+from afield.model.positions import FITTED, IGNORED
 from afield.model.ranks import explain_lost_ranks, several_ranks, shard_loader, share_statistics
 from afield.model.sngp_model import SNGP
 from afield.model.targets import likelihood_from_targets, warn_of_kind
@@ -37,6 +38,8 @@ def fit_posterior(
     adapts: bool = True,
     fast: bool = False,
     sharded: bool | None = None,
+    num_positions: int | None = FITTED,
+    ignore_index: int = IGNORED,
     progress: bool | None = None,
 ) -> int:
     """Fit the posterior precision by one pass without gradients, in evaluation mode; returns the examples it saw.
@@ -51,6 +54,9 @@ def fit_posterior(
     fast      form batch products in the model's dtype: quicker, and two digits poorer
     sharded   under torch.distributed: whether each rank's loader already yields its own part, every example once.
               None shards a map-style data set here, whatever its sampler, and refuses what it cannot shard
+    num_positions  how many positions of each input are observed where the network answers at every pixel or token,
+              drawn by a hash of the input; None: all, which for images are many. The examples seen are then positions
+    ignore_index   the label of positions that are left out; so are those that an attention mask leaves out
     progress  show a progress bar; None shows it on a terminal
 
     For a gaussian likelihood with targets in the batches, the noise is estimated from the residuals (`model.noise`). On the
@@ -76,38 +82,47 @@ def fit_posterior(
             draft.noise_features.forget_data()
         twice = bool(draft.unadapted())
         part = shard_loader(loader, sharded)
-        examples = Hidden(model, part, weights=weights, keep=twice, fitting=True, progress=progress, **fields)
+        sample = Sample(num_positions, ignore_index)
+        examples = Hidden(
+            model, part, weights=weights, keep=twice, fitting=True, progress=progress, sample=sample, **fields
+        )
         _check_ranks_agree(model)
-        _fit(draft, examples, fast)
+        seen = _fit(draft, examples, fast)
         model.fingerprint = Fingerprint(model.net)
     warn_of_kind(examples.odd_targets)
     if not (sharded and several_ranks()):  # a rank's own part says nothing about the whole
-        _warn_if_incomplete(loader, head.num_observed)
+        _warn_if_incomplete(loader, seen)
     return head.num_observed
 
 
-def _fit(head: GaussianProcessHead, examples: Hidden, fast: bool) -> None:
+def _fit(head: GaussianProcessHead, examples: Hidden, fast: bool) -> int:
+    """Returns the number of inputs on all ranks."""
     for features in head.unadapted():
         adapt(features, examples)
-    _observe(head, examples, fast)
+    inputs = _observe(head, examples, fast)
     if head.noise_features is not None:
         learn_input_noise(head, examples)
         head.precision.reset()
-        _observe(head, examples, fast)
+        inputs = _observe(head, examples, fast)
+    return inputs
 
 
-def _observe(head: GaussianProcessHead, examples: Hidden, fast: bool) -> None:
-    """Add all examples, of all ranks, and take the noise from their residuals."""
+def _observe(head: GaussianProcessHead, examples: Hidden, fast: bool) -> int:
+    """Add all examples, of all ranks, and take the noise from their residuals; returns the number of inputs."""
     residuals, noisy = Residuals(head), LIKELIHOODS[head.likelihood].noisy
-    for h, target, weight in examples:
+    for h, target, weight, _ in examples:
         head.observe(h, classes=_classes(head, target), weights=weight, fast=fast)
         if noisy and target is not None:
             residuals.add(h, target, weight)
+    if examples.have_positions and head.noise_shape is not None and head.noise_shape.kind == "full":
+        raise ValueError('noise="full" is of one answer an input, and this network answers at positions: use "output".')
+    residuals.inputs += examples.num_inputs
     _reduce(head)
     residuals.reduce()
     if not head.num_observed:
         raise ValueError("fit_posterior got an empty loader: there is nothing to fit the posterior to.")
     residuals.set_noise()
+    return int(residuals.inputs)
 
 
 def update(
@@ -117,13 +132,17 @@ def update(
     target: Field | None = None,
     inputs: Inputs = None,
     weights: Tensor | None = None,
+    num_positions: int | None = FITTED,
+    ignore_index: int = IGNORED,
     progress: bool | None = None,
 ) -> int:
     """Add new examples to a fitted posterior, after deployment, without the old data; returns the total.
 
     The output weights stay: only the variance learns. p-values are off until `afield.calibrate` runs again.
+    `num_positions` and `ignore_index` are those of `afield.fit_posterior`.
     """
-    examples = Hidden(model, loader, target=target, inputs=inputs, weights=weights, keep=False, progress=progress)
+    sample, fields = Sample(num_positions, ignore_index), {"target": target, "inputs": inputs}
+    examples = Hidden(model, loader, weights=weights, keep=False, progress=progress, sample=sample, **fields)
     return _revise(model, examples, GaussianProcessHead.observe)
 
 
@@ -134,14 +153,17 @@ def downdate(
     target: Field | None = None,
     inputs: Inputs = None,
     weights: Tensor | None = None,
+    num_positions: int | None = FITTED,
+    ignore_index: int = IGNORED,
     progress: bool | None = None,
 ) -> int:
     """Remove examples from a fitted posterior, exactly, as if they had never been observed; returns the total.
 
-    The model must be the one that observed them, with the same `weights` of the examples: features and curvature are
-    computed again.
+    The model must be the one that observed them, with the same `weights` of the examples, `num_positions` and
+    `ignore_index`: features and curvature are computed again.
     """
-    examples = Hidden(model, loader, target=target, inputs=inputs, weights=weights, keep=False, progress=progress)
+    sample, fields = Sample(num_positions, ignore_index), {"target": target, "inputs": inputs}
+    examples = Hidden(model, loader, weights=weights, keep=False, progress=progress, sample=sample, **fields)
     return _revise(model, examples, GaussianProcessHead.unobserve)
 
 
@@ -198,7 +220,7 @@ def _revise(model: SNGP, examples: Hidden, change: Callable[..., None]) -> int:
         raise NotFitted("The posterior is not fitted: call afield.fit_posterior(model, train_loader) first.")
     model.check_fresh("update or downdate the posterior")
     with evaluating(model), model.head.revision() as draft:
-        for h, target, weight in examples:
+        for h, target, weight, _ in examples:
             change(draft, h, classes=_classes(draft, target), weights=weight)
     return model.head.num_observed
 

@@ -28,6 +28,7 @@ from afield.bounds.spectral import bounds_of
 from afield.errors import DamagedModel, StaleWarning
 from afield.gp.chosen_score import ChosenScore
 from afield.gp.features import RandomFeatures
+from afield.gp.head_state import ADDED_LATER
 from afield.gp.noise import NoiseShape
 from afield.model import convert
 from afield.model.class_changes import change_outputs
@@ -99,6 +100,7 @@ def load_with_index(path: str | os.PathLike[str], net: nn.Module) -> tuple[SNGP,
     for part in (model.head.chosen_score, model.head.noise_shape):
         _take_buffers(model, part, tensors)
     expected, problems = model.state_dict(), []
+    tensors = {name: t for name, t in expected.items() if name.endswith(ADDED_LATER)} | tensors
     for name in sorted(expected.keys() | tensors.keys()):
         if name not in tensors:
             problems.append(f"{name}: in the network, not in the file")

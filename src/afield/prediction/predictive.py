@@ -23,7 +23,7 @@ MEAN_FIELD_FACTOR = math.pi / 8
 
 
 def per_output(variance: Tensor, logits: Tensor) -> Tensor:
-    return variance[:, None].expand_as(logits) if variance.dim() == 1 else variance
+    return variance[:, None].expand_as(logits) if variance.dim() < logits.dim() else variance
 
 
 def shrink(logits: Tensor, variance: Tensor) -> Tensor:

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from afield.prediction.positions import at_positions
 from afield.prediction.prediction import Prediction
 from afield.registry import Registry
 
@@ -41,7 +42,7 @@ class Score:
     suitable: Callable[[Prediction], bool] = lambda prediction: True
 
     def __call__(self, prediction: Prediction) -> Tensor:
-        return self.function(prediction)
+        return at_positions(prediction, self.function)
 
     def applies(self, prediction: Prediction) -> bool:
         """Whether the prediction has what this score needs. Calling the score is an error where it has not."""
