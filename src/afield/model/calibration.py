@@ -183,10 +183,7 @@ def calibrate(
         nuisance, amplitude, after = choose(objective, largest=likelihood.of_classes, standard_errors=errors)
         fitted = {} if likelihood.calibrated is None else {likelihood.calibrated: nuisance}
         head.set_scalars(amplitude=amplitude, **fitted)
-        while likelihood.noisy and _raise_noise(head, hidden[fit]):
-            # More noise leaves less for the variance to explain.
-            amplitude = math.sqrt(_best_amplitude(objective, float(head.noise), amplitude**2))
-            head.set_scalars(amplitude=amplitude)
+        if likelihood.noisy and _raise_noise(head, hidden[fit]):
             after = float(objective.mean(objective.loss(float(head.noise), amplitude**2)))
         if head.joined_score is not None:
             head.joined_score.fit(sources_of(head, hidden[first]))
@@ -297,12 +294,6 @@ def _constant_loss(likelihood: Likelihood, objective: Objective, target: Tensor)
         return likelihood.predictive_loss(mean.expand_as(target), variance.expand_as(target), 0.0, target)
     rate = mean.clamp_min(1e-12).log().expand_as(target)
     return likelihood.predictive_loss(rate, torch.zeros_like(rate), 0.0, target)
-
-
-def _best_amplitude(objective: Objective, noise: float, largest: float) -> float:
-    """The a^2 of the grid, up to the largest, that goes best with this noise."""
-    allowed = [a2 for a2 in objective.grid if a2 <= largest * (1 + 1e-9)]
-    return float(min(allowed, key=lambda a2: objective.total(noise, a2)))
 
 
 def _raise_noise(head: GaussianProcessHead, hidden: Tensor) -> bool:
