@@ -139,6 +139,23 @@ SHAPES = {
     "correlated numbers": Shape(
         linears, (CLASSES,), lambda x: x, numbers, F.mse_loss, {"likelihood": "gaussian", "noise": "full"}
     ),
+    "labels": Shape(
+        linears,
+        (CLASSES,),
+        lambda x: x,
+        lambda f, g: (numbers(f, g) > 0).float(),
+        F.binary_cross_entropy_with_logits,
+        {"likelihood": "bernoulli"},
+    ),
+    "labels of pixels": Shape(
+        functools.partial(convolutions, nn.Conv2d),
+        (CLASSES, 3, 4),
+        lambda x: x,
+        lambda f, g: (numbers(f, g) > 0).float(),
+        F.binary_cross_entropy_with_logits,
+        {"likelihood": "bernoulli"},
+        positions=(3, 4),
+    ),
     "varying noise": Shape(
         linears, (CLASSES,), lambda x: x, numbers, F.mse_loss, {"likelihood": "gaussian", "noise": "input"}
     ),
@@ -228,7 +245,10 @@ def test_a_prediction_has_the_dimensions_of_its_positions_behind_the_batch(name:
     assert p.variance.shape in ((n, *shape.positions), (n, outputs, *shape.positions))
     for found in (p.score(), p.p_value, p.accept(0.2), p.score("variance")):
         assert found is not None and found.shape == (n, *shape.positions)
-    if p.probs is not None:
+    if p.has_labels:
+        assert p.probs is not None
+        assert p.labels.shape == p.confidence.shape == p.probs.shape == p.logits.shape
+    elif p.probs is not None:
         torch.testing.assert_close(p.probs.sum(1), torch.ones(n, *shape.positions))
         assert p.labels.shape == p.confidence.shape == p.score("entropy").shape == (n, *shape.positions)
     else:

@@ -37,10 +37,11 @@ from afield.model.sngp_model import SNGP
 from afield.prediction.p_values import class_p_value, conformal_p_value, fewest_rows, predicted_class
 from afield.prediction.positions import input_score, unflatten
 from afield.prediction.prediction import Prediction
-from afield.prediction.predictive import mean_field
+from afield.prediction.predictive import PREDICTIVES, of_labels
 
 ALPHA = 0.01
 HIDDEN = "hidden"
+_mean_field = PREDICTIVES["mean_field"]
 OF_INPUTS = ("input_score", "input_p_value", "input_accepted")
 
 
@@ -132,7 +133,9 @@ class Graph(nn.Module):
         h = found.flatten(0, -2)
         mean, variance = head.posterior(h)
         if self.of_classes:
-            logits, probs = head.logit_scale * mean, mean_field(head.logit_scale * mean, variance)
+            logits, variance = head.scaled(mean, variance)
+            labels = LIKELIHOODS[head.likelihood].has_labels(head.out_features)
+            probs = (of_labels(_mean_field) if labels else _mean_field)(logits, variance, 0, None)[0]
             prediction = Prediction(logits, variance, probs, likelihood=head.likelihood)
             answers = {"probs": probs, "logits": logits}
         else:

@@ -113,7 +113,7 @@ def class_objective(
     def any_loss(s: float, a2: float) -> Tensor:
         return likelihood.predictive_loss(s * mean, a2 * variance, 0.0, target)
 
-    shared = mean.shape[1] > 1 and variance.dim() == 1
+    shared = mean.shape[1] > 1 and variance.dim() == 1 and not likelihood.of_labels
     loss = _shared_loss(mean, variance, target) if shared else any_loss
     middle = MEAN_FIELD_FACTOR * median(variance, weight)
 

@@ -33,9 +33,10 @@ from afield.gp.observing import accumulate
 from afield.gp.one_row import OneRow
 from afield.gp.precision import COVARIANCES, Precision, choose_curvature, curvature_weights
 from afield.gp.variance_features import has_own_features, own_features
+from afield.prediction.labels import label_p_values
 from afield.prediction.p_values import with_p_values
 from afield.prediction.prediction import Prediction
-from afield.prediction.predictive import PREDICTIVES
+from afield.prediction.predictive import PREDICTIVES, of_labels, per_output
 from afield.prediction.scores import symmetric
 
 
@@ -44,7 +45,8 @@ class GaussianProcessHead(HeadState):
 
     ridge                r, the prior precision of each output weight
     amplitude            a, the prior standard deviation of f in units of the kernel; `afield.calibrate` sets it
-    likelihood           categorical, bernoulli (one logit), gaussian, poisson (log rates)
+    likelihood           categorical, bernoulli (one logit, or one for each of several labels), gaussian, poisson (log
+                         rates)
     covariance           "shared" by all outputs, or "per_class" (memory and time times K)
     rank                 None: exact. A number m, for many classes: the m heaviest examples of each class exactly, the
                          rest through one matrix that all classes share (`low_rank`)
@@ -255,15 +257,26 @@ class GaussianProcessHead(HeadState):
         likelihood = LIKELIHOODS[self.likelihood]
         own = self.own_fields(score)
         if likelihood.of_classes:
-            logits = self.logit_scale * mean
-            probs, members = PREDICTIVES[predictive or self.predictive](logits, variance, num_samples, generator)
+            logits, variance = self.scaled(mean, variance)
+            predict = PREDICTIVES[predictive or self.predictive]
+            predict = of_labels(predict) if likelihood.has_labels(self.out_features) else predict
+            probs, members = predict(logits, variance, num_samples, generator)
             prediction = Prediction(logits, variance, probs, members, h, likelihood=self.likelihood, **own)
         else:
             prediction = dataclasses.replace(self.of_numbers(mean, variance, h), features=h, **own)
         if not self.calibrated:
             return prediction
         prediction = dataclasses.replace(prediction, default_score=self.score)
+        if len(self.label_reference):
+            prediction = dataclasses.replace(prediction, label_p_value=label_p_values(prediction, self.label_reference))
         return with_p_values(prediction, self.reference, self.reference_spans, int(self.reference_draws))
+
+    def scaled(self, mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits and their variance after calibration, of a posterior mean and variance."""
+        if not len(self.label_scales):
+            return self.logit_scale * mean, variance
+        scale, amplitude = self.label_scales.to(mean).unbind(1)
+        return self.logit_scale * scale * mean, per_output(variance, mean) * amplitude.square()
 
     def of_numbers(self, mean: Tensor, variance: Tensor, h: Tensor | None) -> Prediction:
         """The `Prediction` of a likelihood without classes; h is needed where the noise varies with it."""

@@ -30,7 +30,7 @@ PARTS = (
     *("random_features", "variance_features", "precision", "class_distance", "joined_score", "chosen_score"),
     *("noise_shape", "noise_features"),
 )
-ADDED_LATER = ("reference_draws", "input_reference")  # states from before have none: no input has positions
+ADDED_LATER = ("reference_draws", "input_reference", "label_reference", "label_scales")  # states from before have none
 
 
 class HeadState(nn.Module):
@@ -56,6 +56,8 @@ class HeadState(nn.Module):
     reference_count: Tensor
     reference_draws: Tensor
     input_reference: Tensor
+    label_reference: Tensor
+    label_scales: Tensor
     score_name: Tensor
     score: str
 
@@ -75,8 +77,12 @@ class HeadState(nn.Module):
         # Of inputs with positions: how many of each input are in the reference, and sorted held-out scores of inputs.
         self.register_buffer("reference_draws", torch.ones((), dtype=torch.int64))
         self.register_buffer("input_reference", torch.zeros(0, dtype=torch.float64))
+        # Of several labels: sorted held-out doubts of each (n, K), and scale and amplitude of each (K, 2), in units of the
+        # head's own, where each has its own.
+        self.register_buffer("label_reference", torch.zeros(0, self.out_features, dtype=torch.float64))
+        self.register_buffer("label_scales", torch.zeros(0, 2, dtype=torch.float64))
         self.register_buffer("score_name", torch.zeros(0, dtype=torch.uint8))
-        self.set_score(LIKELIHOODS[self.likelihood].score)
+        self.set_score(LIKELIHOODS[self.likelihood].default_score(self.out_features))
         self._writing, self._publishing = Lock(rank=0), Lock(rank=1)
 
     def unadapted(self) -> list[RandomFeatures]:
@@ -148,6 +154,7 @@ class HeadState(nn.Module):
     def forget_reference(self) -> None:
         """Switch p-values off until calibrated again."""
         self.reference, self.reference_spans = self.reference[:0].clone(), self.reference_spans[:0].clone()
+        self.label_reference = self.label_reference[:0].clone()
         self.input_reference, self.reference_draws = self.input_reference[:0].clone(), torch.ones_like(self.reference_draws)
 
     def forget_score(self) -> None:
@@ -177,6 +184,16 @@ class HeadState(nn.Module):
         num_classes = LIKELIHOODS[self.likelihood].num_classes(self.out_features)
         self.reference_draws = torch.full_like(self.reference_draws, draws)
         self.keep_reference(*sort_reference(scores.detach().double().to(self.reference.device), classes, num_classes))
+
+    def set_label_reference(self, doubts: Tensor) -> None:
+        """Keep the doubts (n, K) of held-out examples, label by label."""
+        self.label_reference = doubts.detach().double().to(self.reference.device).sort(0).values
+
+    def set_label_scales(self, scales: Tensor) -> None:
+        """Scale and amplitude (K, 2) of each label, in units of the head's own; (0, 2): all have those."""
+        with self._publishing:
+            self.label_scales = scales.detach().double().to(self.reference.device)
+            self.forget_reference()
 
     def set_input_reference(self, scores: Tensor) -> None:
         """Keep the scores (n,) of held-out inputs that have positions."""
@@ -209,7 +226,7 @@ class HeadState(nn.Module):
                 self.forget_score()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        names = (*SCALARS, "training_error", "reference", "input_reference")
+        names = (*SCALARS, "training_error", "reference", "input_reference", "label_reference", "label_scales")
         exact = {name: getattr(self, name) for name in names}
         super()._apply(fn, recurse)
         for name, value in exact.items():
@@ -219,7 +236,8 @@ class HeadState(nn.Module):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         for name in ADDED_LATER:
             state_dict.setdefault(prefix + name, getattr(self, name))
-        for name, dims in (("reference", 1), ("reference_spans", 2), ("input_reference", 1), ("score_name", 1)):
+        resized = {"reference": 1, "reference_spans": 2, "input_reference": 1, "score_name": 1}
+        for name, dims in (resized | {"label_reference": 2, "label_scales": 2}).items():
             saved = state_dict.get(prefix + name)
             if saved is not None and saved.dim() == dims:
                 setattr(self, name, getattr(self, name).new_zeros(saved.shape))

@@ -69,7 +69,7 @@ class OneRow:
         self._copied = [t for t in self._tensors if not isinstance(t, nn.Parameter) and not t.is_inference()]
         self._versions = list(map(_VERSION, self._copied))
         self._answer = _Answer(snapshot) if _can_be_prepared(snapshot) else None
-        usual = LIKELIHOODS[head.likelihood].of_classes and head.out_features > 1
+        usual = LIKELIHOODS[head.likelihood].num_classes(head.out_features) > 1 and head.out_features > 1
         self._of_classes = _Classes(snapshot) if usual and (head.score == "joined" or not head.calibrated) else None
 
     def is_of(self, head: "GaussianProcessHead") -> bool:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from afield.prediction.prediction import Prediction
 
 LARGEST_PART = 0.02
-_OF_ROWS = ("logits", "variance", "probs", "members", "features", "p_value", "joined", "fitted", "noise")
+_OF_ROWS = ("logits", "variance", "probs", "members", "features", "p_value", "label_p_value", "joined", "fitted", "noise")
 _OF_INPUTS = ("mask", "input_score", "input_p_value")
 
 

@@ -27,10 +27,12 @@ class Prediction:
 
     logits    (N, K)     posterior mean (of the log rate for poisson, of the target for gaussian)
     variance  (N,)       posterior variance shared by all outputs, (N, K) one per class, or None
-    probs     (N, C)     class probabilities, or None for gaussian and poisson; one bernoulli logit gives C = 2
+    probs     (N, C)     class probabilities, or None for gaussian and poisson; one bernoulli logit gives C = 2, several
+                         are labels, and these the probabilities (N, K) that they apply (`prediction.labels`)
     members   (M, N, C)  probabilities of ensemble members or of samples, or None
     features  (N, d)     hidden vectors, or None
     p_value   (N,)       conformal p-value of "this is in-domain", or None until calibrated
+    label_p_value (N, K) of each label, that it is as doubtful in-domain, or None
     joined    (N,)       the joined score, of a calibrated classifier, or None
     fitted    (N,)       the fitted score that `afield.calibrate` was told to rest p-values on, or None
     noise                variance of the observation noise (gaussian): a number for all, (N, K) by output, (N, K, K) where
@@ -55,6 +57,7 @@ class Prediction:
     members: Tensor | None = None
     features: Tensor | None = None
     p_value: Tensor | None = None
+    label_p_value: Tensor | None = None
     joined: Tensor | None = None
     fitted: Tensor | None = None
     noise: float | Tensor | None = None
@@ -133,8 +136,10 @@ class Prediction:
 
     @property
     def labels(self) -> Tensor:
-        """The most probable class (N,); read off the logits where shrinkage cannot change it, but may round to ties."""
+        """The most probable class (N,), or which of several labels apply (N, K); read off the logits where shrinkage cannot change it, but may round to ties."""
         probs = self._need("probs", "class labels")
+        if self.has_labels:
+            return (probs > 0.5).long()
         shared = self.variance is None or self.variance.dim() == self.logits.dim() - 1
         if self.members is None and shared and self.logits.shape == probs.shape:
             return self.logits.argmax(1)
@@ -142,8 +147,14 @@ class Prediction:
 
     @property
     def confidence(self) -> Tensor:
-        """The largest class probability (N,)."""
-        return self._need("probs", "a confidence").amax(1)
+        """The largest class probability (N,); of several labels, of each that it applies or not (N, K)."""
+        probs = self._need("probs", "a confidence")
+        return torch.maximum(probs, 1 - probs) if self.has_labels else probs.amax(1)
+
+    @property
+    def has_labels(self) -> bool:
+        """Whether the outputs are several labels, each of which applies or not."""
+        return likelihood_of(self).has_labels(self.logits.shape[1])
 
     @property
     def mean(self) -> Tensor:
