@@ -97,6 +97,10 @@ class NoiseShape(nn.Module):
             return values
         return torch.linalg.solve_triangular(self.root.to(values), values.T, upper=False).T
 
+    def mixed(self, values: Tensor) -> Tensor:
+        """The inverse of `whiten`: independent values (..., K) of unit variance, with covariance R."""
+        return values @ self.root.to(values).T if self.between_outputs else values
+
     def of_outputs(self, variance: Tensor) -> Tensor:
         """The variance (N, K) of the outputs, of one (N,) or (N, K) in units of R; as it is while R is not known."""
         if not self.between_outputs:
