@@ -75,7 +75,7 @@ class OneRow:
         self._copied = [t for t in self._tensors if not isinstance(t, nn.Parameter) and not t.is_inference()]
         self._versions = list(map(_VERSION, self._copied))
         self._answer = _Answer(snapshot) if _can_be_prepared(snapshot) else None
-        usual = LIKELIHOODS[head.likelihood].of_classes and head.out_features > 1
+        usual = LIKELIHOODS[head.likelihood].num_classes(head.out_features) > 1 and head.out_features > 1
         self._of_classes = _Classes(snapshot) if usual and (head.score == "joined" or not head.calibrated) else None
 
     def is_of(self, head: "GaussianProcessHead") -> bool:
@@ -120,7 +120,7 @@ def _can_be_prepared(head: "GaussianProcessHead") -> bool:
         return False
     if head.unadapted() or head.added or head.dropped or not hasattr(np, "vecdot"):  # which NumPy 1 has not
         return False
-    if head.chosen_score.fitted:
+    if head.chosen_score.fitted or int(head.reference_draws) > 1:
         return False
     tensors = [precision.root, *(f.weight for f in (head.random_features, head.features_of_variance))]
     tensors += [] if head.mean is not None else [head.weight]
