@@ -283,6 +283,7 @@ def test_a_fork_while_threads_predict_does_not_hang(forks: int) -> None:
     def predict() -> None:
         while not stop.is_set():
             model.predict(x[:2])
+            model.predict(x[:1])
 
     threads = [threading.Thread(target=predict) for _ in range(3)]
     for thread in threads:
@@ -295,6 +296,7 @@ def test_a_fork_while_threads_predict_does_not_hang(forks: int) -> None:
             if not child:
                 try:
                     model.predict(x[:2])
+                    model.predict(x[:1])
                     os._exit(0 if model.training else 3)
                 except BaseException:
                     os._exit(1)
