@@ -260,12 +260,12 @@ def test_an_export_answers_as_torch_does(name: str, how: str, tmp_path: Path) ->
     from afield.deploy.export import export
 
     model, x = calibrated(name, how), SHAPES[name].data(11, seed=4)[0]
-    file = export(model, tmp_path / "model.onnx", SHAPES[name].data(6)[0]).file
-    session, p = ort.InferenceSession(str(file)), model.predict(x)
+    exported = export(model, tmp_path / "model.onnx", SHAPES[name].data(6)[0])
+    session, p = ort.InferenceSession(str(exported.file)), model.predict(x)
     names = [output.name for output in session.get_outputs()]
     found = dict(zip(names, session.run(None, {session.get_inputs()[0].name: x.numpy()}), strict=True))
     assert {"input_score", "input_p_value", "input_accepted"} <= set(names) or not p.positions
-    expected = {n: t for n, t in answers(p).items() if n in found} | {"accepted": p.accept(0.05)}
+    expected = {n: t for n, t in answers(p).items() if n in found} | {"accepted": p.accept(exported.metadata["alpha"])}
     for field_name, values in expected.items():
         torch.testing.assert_close(torch.from_numpy(found[field_name]), values, rtol=1e-3, atol=1e-4)
 

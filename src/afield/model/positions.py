@@ -94,6 +94,17 @@ def _draw_one(rows: Tensor, key: int, count: int | None, exactly: bool) -> Tenso
     return order[torch.arange(count) % len(order)] if exactly else order[:count]
 
 
+def sample_rows(
+    predictions: Sequence[Prediction], x: Any, target: Tensor, count: int = CALIBRATED
+) -> tuple[list[Prediction], Tensor]:
+    """Predictions of inputs x and their targets (N, *P) as rows of a few positions each; as they are without positions."""
+    if not predictions[0].positions:
+        return list(predictions), target
+    args, kwargs = ((), x) if isinstance(x, Mapping) else ((x,), {})
+    index, _ = draw(target != IGNORED, keys_of(args, kwargs, len(target), 0), count)
+    return [prediction.rows()[index] for prediction in predictions], target.flatten()[index]
+
+
 def keys_of(args: Iterable[Any], kwargs: Mapping[str, Any], inputs: int, before: int) -> list[int]:
     """A number for each input of a batch, made of its content; of its place, `before` it others, where it has none."""
     tensors = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor) and t.shape[:1] == (inputs,)]
