@@ -147,7 +147,6 @@ def calibrate(
         y = check_target(given, head)
         warn_of_kind(other_kind(head, given))
         weight = None if weights is None else torch.cat([batch.weight for batch in batches if batch.weight is not None])
-        keys = [key for batch in batches for key in batch.keys or ()]
         draws = num_positions if examples.have_positions else 1
         count = hidden.shape[0] // draws  # of inputs, each with so many rows
         if count < _FEWEST:
@@ -189,7 +188,7 @@ def calibrate(
         scores, classes = reference.score(head.score), predicted_class(reference) if per_class else None
         head.set_reference(scores, classes, draws=draws)
         if examples.have_positions:
-            head.set_input_reference(_input_scores(model, head, examples, [keys[i] for i in rest.tolist()]))
+            head.set_input_reference(_input_scores(model, head, examples, [examples.keys[i] for i in rest.tolist()]))
         nuisance = float(head.noise if likelihood.noisy else head.logit_scale)
         _warn_of_guessing(head, objective, objective.loss(nuisance, amplitude**2), y[fit])
     smallest = fewest_rows(head.reference, head.reference_spans) // draws
@@ -239,7 +238,7 @@ def _constants(head: GaussianProcessHead, name: str, examples: Hidden) -> Consta
     score = FITTED[name](head.in_features, num_classes or 1, output=layer, device=head.ridge.device)
     if score.needs and not num_classes:
         raise ValueError(f"The score {name} needs classes, got a {head.likelihood} head: use score='knn'.")
-    for h, target, *_ in examples:
+    for h, target, _ in examples:
         if "target" in score.needs and target is None:
             raise examples.without_target(f"The score {name}")
         classes = None if target is None or not num_classes else check_target(target, head)

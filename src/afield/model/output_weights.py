@@ -145,7 +145,7 @@ def fit_head(
         if twice:
             adapt(head.random_features, examples)
         phis, targets, of_examples = [], [], []
-        for h, y, weight, _ in examples:
+        for h, y, weight in examples:
             if y is None:
                 raise examples.without_target("fit_head")
             phis.append(head.features(h))

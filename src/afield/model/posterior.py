@@ -84,7 +84,8 @@ def fit_posterior(
             model, part, weights=weights, keep=twice, fitting=True, progress=progress, sample=sample, **fields
         )
         _check_ranks_agree(model)
-        seen = _fit(draft, examples, fast)
+        _fit(draft, examples, fast)
+        seen = _num_inputs(examples)
         model.fingerprint = Fingerprint(model.net)
     warn_of_kind(examples.odd_targets)
     if not (sharded and several_ranks()):  # a rank's own part says nothing about the whole
@@ -92,20 +93,26 @@ def fit_posterior(
     return head.num_observed
 
 
-def _fit(head: GaussianProcessHead, examples: Hidden, fast: bool) -> int:
-    """Returns the number of inputs on all ranks."""
+def _num_inputs(examples: Hidden) -> int:
+    """Inputs that all ranks have seen: where they have positions, the posterior counts those."""
+    total = torch.tensor(examples.num_inputs, device=examples.device)
+    if several_ranks():
+        dist.all_reduce(total)
+    return int(total)
+
+
+def _fit(head: GaussianProcessHead, examples: Hidden, fast: bool) -> None:
     for features in head.unadapted():
         adapt(features, examples)
-    residuals = torch.zeros(3, dtype=torch.float64)  # squares, their number, inputs
-    for h, target, weight, _ in examples:
+    residuals = torch.zeros(2, dtype=torch.float64)
+    for h, target, weight in examples:
         head.observe(h, classes=_classes(head, target), weights=weight, fast=fast)
         if LIKELIHOODS[head.likelihood].noisy and target is not None:
             squares = (check_target(target, head) - head(h).double()).square()
             count = float(squares.numel())
             if weight is not None:
                 squares, count = squares * weight[:, None], float(weight.sum()) * squares.shape[1]
-            residuals += torch.tensor([float(squares.sum()), count, 0.0], dtype=torch.float64)
-    residuals[2] = examples.num_inputs
+            residuals += torch.tensor([float(squares.sum()), count], dtype=torch.float64)
     residuals = _reduce(head, residuals)
     if not head.num_observed:
         raise ValueError("fit_posterior got an empty loader: there is nothing to fit the posterior to.")
@@ -113,7 +120,6 @@ def _fit(head: GaussianProcessHead, examples: Hidden, fast: bool) -> int:
         gram = head.precision.data[0]
         head.set_scalars(noise=noise_variance(head, gram, float(residuals[0]), float(residuals[1])))
         head.training_error = torch.full_like(head.training_error, float(residuals[0] / residuals[1]))
-    return int(residuals[2])
 
 
 def update(
@@ -211,7 +217,7 @@ def _revise(model: SNGP, examples: Hidden, change: Callable[..., None]) -> int:
         raise NotFitted("The posterior is not fitted: call afield.fit_posterior(model, train_loader) first.")
     model.check_fresh("update or downdate the posterior")
     with evaluating(model), model.head.revision() as draft:
-        for h, target, weight, _ in examples:
+        for h, target, weight in examples:
             change(draft, h, classes=_classes(draft, target), weights=weight)
     return model.head.num_observed
 

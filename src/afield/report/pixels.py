@@ -30,12 +30,12 @@ def draw_pixels(task: str, groups: Sequence[Group]) -> Picture | None:
     with report_style():
         figure = Figure(figsize=(1.45 * len(names) + 0.6, 1.4 * len(rows) + 0.5), layout="constrained")
         axes = figure.subplots(len(rows), len(names), squeeze=False)
+        for axis, title in zip(axes[0], names.values(), strict=True):
+            axis.set_title(title)
         for line, (part, index) in zip(axes, rows, strict=True):
             values = {name: tensor[index] for name, tensor in panels[part].items()}
-            for axis, (name, title) in zip(line, names.items(), strict=True):
+            for axis, name in zip(line, names, strict=True):
                 _draw(axis, name, values, scales)
-                if line is axes[0]:
-                    axis.set_title(title)
             if part != "test":
                 for axis in line:  # where something foreign is
                     axis.contour(values["y"].numpy() != 0, levels=[0.5], colors=OOD_COLOUR, linewidths=0.8)
