@@ -208,9 +208,11 @@ def test_a_prediction_has_the_dimensions_of_its_positions_behind_the_batch(name:
     assert len(p) == n
     assert p.positions == shape.positions
     assert p.logits.shape == (n, outputs, *shape.positions)
-    assert p.variance is not None and p.variance.shape == (n, *shape.positions)
+    assert p.variance is not None
+    assert p.variance.shape == (n, *shape.positions)
     for found in (p.score(), p.p_value, p.accept(0.2), p.score("variance")):
-        assert found is not None and found.shape == (n, *shape.positions)
+        assert found is not None
+        assert found.shape == (n, *shape.positions)
     if p.probs is not None:
         torch.testing.assert_close(p.probs.sum(1), torch.ones(n, *shape.positions))
         assert p.labels.shape == p.confidence.shape == p.score("entropy").shape == (n, *shape.positions)
@@ -227,7 +229,7 @@ def test_a_prediction_has_the_dimensions_of_its_positions_behind_the_batch(name:
 
 @shapes
 def test_p_values_are_valid_over_repeated_splits(name: str) -> None:
-    """On average over draws of the held-out data, at most alpha of fresh inputs, and of their positions, are refused."""
+    """On average over draws of held-out data, at most alpha of fresh inputs, and of their positions, are refused."""
     alpha, repeats, refused, whole = 0.25, 16, [], []
     for repeat in range(repeats):
         model = calibrated(name, "attach", seed=10 + repeat, count=40)

@@ -78,7 +78,7 @@ def test_what_was_added_is_removed_again() -> None:
 def test_every_position_counts_unless_a_number_is_given() -> None:
     assert fitted(num_positions=None).head.num_observed == 40 * 30 == fitted().head.num_observed
     assert fitted(num_positions=11).head.num_observed == 40 * 11
-    assert positions.FITTED == 256
+    assert positions.OBSERVED == 256
 
 
 def test_ignored_positions_are_left_out() -> None:
@@ -168,7 +168,8 @@ def test_gradients_of_one_row() -> None:
     p = model.predict(one, gradients=True)
     assert p.variance is not None
     p.variance.sum().backward()
-    assert one.grad is not None and float(one.grad.abs().sum()) > 0
+    assert one.grad is not None
+    assert float(one.grad.abs().sum()) > 0
 
 
 # What an output layer may be ------------------------------------------------------------------------------------
@@ -276,7 +277,8 @@ def test_tied_weights_and_dataclasses_keep_working() -> None:
     torch.manual_seed(0)
     wrapped, ids = Wrapped(), torch.randint(5, (40, 7), generator=seed())
     model = afield.attach(wrapped, num_random_features=16)
-    assert isinstance(model.head.mean, nn.Linear) and model.head.mean.weight is model.net.embed.weight
+    assert isinstance(model.head.mean, nn.Linear)
+    assert model.head.mean.weight is model.net.embed.weight
     torch.testing.assert_close(model(ids).logits, wrapped(ids).logits)
     afield.fit_posterior(model, [(ids, ids)])
     assert model.predict(ids).logits.shape == (40, 5, 7)
@@ -308,6 +310,7 @@ def test_padding_is_neither_observed_nor_scored() -> None:
     with pytest.warns(afield.errors.NoBetterThanGuessing):
         afield.calibrate(model, [batch], num_positions=4)
     p = model.predict({"input_ids": ids * mask, "attention_mask": mask})
-    assert p.mask is not None and torch.equal(p.mask, mask.bool())
+    assert p.mask is not None
+    assert torch.equal(p.mask, mask.bool())
     longer = {k: F.pad(v, (0, 5)) for k, v in unlabelled.items()}
     torch.testing.assert_close(model.predict(longer).input_score, p.input_score)

@@ -1,5 +1,6 @@
 """Predictions with positions: the same as of rows, put back in place; promises that count inputs."""
 
+import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any
@@ -30,8 +31,9 @@ def dense(inputs: int = 3, positions: tuple[int, ...] = (2, 4), classes: int = 5
     count = inputs * math.prod(positions)
     logits, variance = normal(count, classes), normal(count, seed=1).square()
     members = torch.softmax(normal(2, count, classes, seed=2), -1)
-    rows = Prediction(logits, variance, mean_field(logits, variance), members, normal(count, 6, seed=3),
-                      p_value=torch.rand(count), joined=variance + 1, smallest_p_value=0.1, default_score="joined")  # fmt: skip
+    known = {"p_value": torch.rand(count), "joined": variance + 1}
+    rows = Prediction(logits, variance, mean_field(logits, variance), members, normal(count, 6, seed=3), **known)
+    rows = dataclasses.replace(rows, smallest_p_value=0.1, default_score="joined")
     return from_rows(rows, inputs, positions, mask=None, input_score=torch.rand(inputs), num_inputs=9,
                      input_p_value=torch.tensor([0.05, 0.5, 1.0]))  # fmt: skip
 
@@ -46,7 +48,8 @@ def test_rows_and_positions_are_each_others_inverse(inputs: int, positions: list
     assert p.positions == tuple(positions)
     assert p.logits.shape == (inputs, classes, *positions)
     again = to_rows(p)
-    assert torch.equal(again.logits, logits) and torch.equal(again.features, rows.features)
+    assert torch.equal(again.logits, logits)
+    assert torch.equal(again.features, rows.features)
     corner = tuple(n - 1 for n in shape)
     assert torch.equal(p.logits[(corner[0], slice(None), *corner[1:])], logits[-1])
 

@@ -1,6 +1,6 @@
 """`attach`: a dense network as it is trained, its output layer kept as the mean, and a variance attached to it.
 
-It is trained as `dnn` is, and has the weights of a finished `dnn` run where there is one; `afield.attach` then adds what
+It is trained as `dnn` is, and has the weights of a finished `dnn` run where there is one; what is added is what
 `afield.fit_posterior` and `afield.calibrate` find. Predicted classes are those of the dense network.
 """
 

@@ -21,7 +21,7 @@ _LAYERS = {0: nn.Linear, 1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
 
 
 class Dense(nn.Sequential):
-    """A backbone and a Linear; over hidden vectors at positions, which a backbone's `dimensions` tell, a 1x1 convolution.
+    """A backbone and a Linear; a 1x1 convolution over hidden vectors at positions, of which `dimensions` tells.
 
     For real targets it has a noise variance, which `finish` takes from validation data."""
 

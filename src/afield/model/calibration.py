@@ -34,7 +34,7 @@ from afield.gp.likelihoods import LIKELIHOODS, Likelihood
 from afield.model.batches import Field, Inputs, split_batch
 from afield.model.evaluating import evaluating
 from afield.model.hidden import Hidden, Sample, check_target
-from afield.model.positions import CALIBRATED, FITTED, IGNORED, keys_of, mask_of, predict_positions
+from afield.model.positions import CALIBRATED, IGNORED, OBSERVED, keys_of, mask_of, predict_positions
 from afield.model.progress import track
 from afield.model.sngp_model import SNGP
 from afield.model.targets import other_kind, warn_of_kind
@@ -111,8 +111,8 @@ def calibrate(
     fit_fraction  the part of the data that chooses the parameters and fixes the score; the rest is the reference. None:
                   two thirds, of which the joined score takes a half of all
     seed          of the permutation that cuts the data
-    num_positions how many positions of each input are looked at where the network answers at every pixel or token, drawn
-                  by a hash of the input. Inputs as a whole are scored by all their positions, in a second pass
+    num_positions how many positions of each input are looked at where the network answers at every pixel or token,
+                  drawn by a hash of the input. Inputs as a whole are scored by all their positions, in a second pass
     ignore_index  the label of positions that are left out
 
     Warns where the calibrated model cannot be told from guessing. Under torch.distributed give every rank the same
@@ -159,7 +159,7 @@ def calibrate(
         head.set_score(score or (JOINED if head.joined_score is not None else likelihood.score))
         head.chosen_score.forget()
         if train is not None and score is not None:
-            seen = Hidden(model, train, keep=False, progress=progress, sample=Sample(FITTED, ignore_index), **fields)
+            seen = Hidden(model, train, keep=False, progress=progress, sample=Sample(OBSERVED, ignore_index), **fields)
             head.chosen_score.take(_constants(head, score, seen))
         free = head.score == JOINED or head.chosen_score.fitted  # of the parameters
         fraction = fit_fraction or (JOINED_FRACTION if free else FIT_FRACTION)
@@ -219,8 +219,8 @@ def _input_scores(model: SNGP, head: GaussianProcessHead, examples: Hidden, keys
             scores.append(input_score(predict_positions(head, h[wanted], mask).score(), mask))
     if lost := sum(count for count in missing.values() if count > 0):
         raise ValueError(
-            f"calibrate reads the held-out data twice where inputs have positions, and {lost} of {len(keys)} inputs were "
-            "not there the second time. Give a DataLoader or a list of batches, without random changes of the inputs."
+            f"calibrate reads the held-out data twice where inputs have positions, and {lost} of {len(keys)} inputs "
+            "were not there the second time. Give a DataLoader or a list of batches, without random changes of the inputs."
         )
     return torch.cat(scores)
 

@@ -44,7 +44,7 @@ class Sample(NamedTuple):
     exactly       that many of every input, by turns where it has fewer
     """
 
-    count: int | None = positions.FITTED
+    count: int | None = positions.OBSERVED
     ignore_index: int = positions.IGNORED
     exactly: bool = False
 
@@ -71,9 +71,9 @@ class Hidden:
         keep: bool = True,
         fitting: bool = False,
         progress: bool | None = None,
-        sample: Sample = Sample(),
+        sample: "Sample | None" = None,
     ) -> None:
-        self.sample, self.have_positions = sample, False
+        self.sample, self.have_positions = sample or Sample(), False
         self.num_inputs, self.keys = 0, list[int]()  # of the inputs with positions that gave rows, in their order
         self.model, self.loader, self.keep, self.progress = model, loader, keep, progress
         self.target, self.inputs = target, inputs

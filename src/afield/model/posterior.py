@@ -21,7 +21,7 @@ from afield.model.batches import Field, Inputs
 from afield.model.evaluating import evaluating
 from afield.model.fingerprint import Fingerprint, digest
 from afield.model.hidden import Hidden, Sample, adapt, check_order, check_target
-from afield.model.positions import FITTED, IGNORED
+from afield.model.positions import OBSERVED, IGNORED
 from afield.model.ranks import explain_lost_ranks, several_ranks, shard_loader, share_statistics
 from afield.model.sngp_model import SNGP
 from afield.model.targets import likelihood_from_targets, warn_of_kind
@@ -37,7 +37,7 @@ def fit_posterior(
     adapts: bool = True,
     fast: bool = False,
     sharded: bool | None = None,
-    num_positions: int | None = FITTED,
+    num_positions: int | None = OBSERVED,
     ignore_index: int = IGNORED,
     progress: bool | None = None,
 ) -> int:
@@ -129,7 +129,7 @@ def update(
     target: Field | None = None,
     inputs: Inputs = None,
     weights: Tensor | None = None,
-    num_positions: int | None = FITTED,
+    num_positions: int | None = OBSERVED,
     ignore_index: int = IGNORED,
     progress: bool | None = None,
 ) -> int:
@@ -150,7 +150,7 @@ def downdate(
     target: Field | None = None,
     inputs: Inputs = None,
     weights: Tensor | None = None,
-    num_positions: int | None = FITTED,
+    num_positions: int | None = OBSERVED,
     ignore_index: int = IGNORED,
     progress: bool | None = None,
 ) -> int:

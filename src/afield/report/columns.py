@@ -23,7 +23,13 @@ _LABELLED = ("accuracy", "miou", "ece", "rmse", "nll", "crps", "interval_coverag
 _GOALS = {"interval_coverage": 0.95, "false_alarms": ALPHA, "rejected": math.inf, "spearman": math.inf}
 _GOALS |= {"input_false_alarms": ALPHA, "input_rejected": math.inf, "miou": math.inf, "input_auroc": math.inf}
 _GOALS["confidence"] = -math.inf
-_PERCENT = {"accuracy": 2, "input_false_alarms": 1, "input_rejected": 1, "false_alarms": 1, "rejected": 1}  # decimals of what is printed in percent
+_PERCENT = {
+    "accuracy": 2,
+    "input_false_alarms": 1,
+    "input_rejected": 1,
+    "false_alarms": 1,
+    "rejected": 1,
+}  # decimals of what is printed in percent
 _WORDS = {"ece": "ECE", "nll": "NLL", "rmse": "RMSE", "crps": "CRPS", "auroc": "AUROC", "aupr": "AUPR", "knn": "kNN"}
 _WORDS |= {"accuracy": "accuracy, %", "interval_coverage": "95% interval holds"}
 _WORDS |= {"dempster_shafer": "Dempster-Shafer", "mahalanobis": "Mahalanobis", "aurc": "AURC"}
@@ -162,7 +168,10 @@ def p_value_table(task: str, groups: Sequence[Group]) -> Table | None:
     """What rejecting at 5% does, for methods that have p-values."""
     columns = [column(MetricName("false_alarms", "clean"), "rejected, %", "test (false alarms)")]
     columns += [column(MetricName("rejected", ood), "rejected, %", ood) for ood in ood_sets(groups)]
-    of_inputs = [MetricName("input_false_alarms", "clean"), *(MetricName("input_rejected", o) for o in ood_sets(groups))]
+    of_inputs = [
+        MetricName("input_false_alarms", "clean"),
+        *(MetricName("input_rejected", o) for o in ood_sets(groups)),
+    ]
     measured = [name for name in of_inputs if name in metrics_of(groups)]
     columns += [column(name, "rejected inputs, %", name.qualifier) for name in measured]
     table = _table_of("p-values", f"Rejected at p ≤ {ALPHA:g}", task, groups, columns)

@@ -25,8 +25,8 @@ from afield.report.curves import draw_histograms, draw_reliability, draw_risk, d
 from afield.report.groups import Group, GroupPredictions, group_runs, read_predictions
 from afield.report.hidden import draw_hidden
 from afield.report.line import draw_interval_reliability, draw_line
-from afield.report.plane import draw_landscape, draw_surfaces
 from afield.report.pixels import draw_pixels
+from afield.report.plane import draw_landscape, draw_surfaces
 from afield.report.plots import Picture
 from afield.report.sections import Section, make_section, slugify
 from afield.report.tables import Cell

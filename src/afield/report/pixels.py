@@ -45,8 +45,8 @@ def draw_pixels(task: str, groups: Sequence[Group]) -> Picture | None:
         "pixels",
         f"Pixels, by {group.name}",
         "From left to right the image, the predicted classes, the doubt about them, the variance, the score on which "
-        "p-values rest, and the p-values: bright is unsure, far and, for p-values, refused. A red line is around foreign "
-        "objects.",
+        "p-values rest, and the p-values: bright is unsure, far and, for p-values, refused. A red line is around "
+        "foreign objects.",
         f"Images of {task} with predictions, variance and p-values of {group.name} at every pixel.",
         content,
     )

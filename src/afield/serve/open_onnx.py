@@ -32,8 +32,8 @@ def open_onnx(file: Path) -> Engine:
         raise ValueError(f"{file} is not an ONNX file that afield export wrote: {error}") from error
     if about.get("num_inputs"):
         raise ValueError(
-            f"{file} answers at positions of every input, such as pixels, and the service answers inputs: open the file "
-            "with onnxruntime itself."
+            f"{file} answers at positions of every input, such as pixels, and the service answers inputs: open the "
+            "file with onnxruntime itself."
         )
     labels = tuple(map(str, about["labels"] or ()))
     known = [name for name in about["outputs"] if name != "logits"]

@@ -1,7 +1,7 @@
 """Drawn pictures with a class for every pixel, and foreign objects in some: segmentation that needs no download.
 
 A picture is a background of smooth, pale noise and two to four objects of random colours, sizes, angles and places, the
-later ones in front, with noise over all. Each kind of object has a shape and a pattern in two colours; colours say nothing.
+later ones in front, with noise over all. A kind of object has its shape and its pattern; colours say nothing.
 
     classes             0 background, 1 plain disc, 2 striped square, 3 chequered triangle, 4 cross with dots
     ood/kinds           the same pictures with one object of a kind that no network has seen: a ring of rings, a star of
