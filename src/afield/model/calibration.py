@@ -219,8 +219,9 @@ def _input_scores(model: SNGP, head: GaussianProcessHead, examples: Hidden, keys
             scores.append(input_score(predict_positions(head, h[wanted], mask).score(), mask))
     if lost := sum(count for count in missing.values() if count > 0):
         raise ValueError(
-            f"calibrate reads the held-out data twice where inputs have positions, and {lost} of {len(keys)} inputs "
-            "were not there the second time. Give a DataLoader or a list of batches, without random changes of the inputs."
+            f"calibrate reads the held-out data twice where inputs have positions, and {lost} of {len(keys)} "
+            "inputs were not there the second time. Give a DataLoader or a list of batches, without random changes of "
+            "the inputs."
         )
     return torch.cat(scores)
 

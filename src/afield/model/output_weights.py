@@ -27,7 +27,7 @@ from afield.gp.precision import add_products
 from afield.model.batches import Field, Inputs
 from afield.model.evaluating import evaluating
 from afield.model.hidden import Hidden, Sample, adapt, check_target
-from afield.model.positions import OBSERVED, IGNORED
+from afield.model.positions import IGNORED, OBSERVED
 from afield.model.posterior import noise_variance
 from afield.model.progress import track
 from afield.model.sngp_model import SNGP

@@ -21,7 +21,7 @@ from afield.model.batches import Field, Inputs
 from afield.model.evaluating import evaluating
 from afield.model.fingerprint import Fingerprint, digest
 from afield.model.hidden import Hidden, Sample, adapt, check_order, check_target
-from afield.model.positions import OBSERVED, IGNORED
+from afield.model.positions import IGNORED, OBSERVED
 from afield.model.ranks import explain_lost_ranks, several_ranks, shard_loader, share_statistics
 from afield.model.sngp_model import SNGP
 from afield.model.targets import likelihood_from_targets, warn_of_kind

@@ -1,8 +1,8 @@
 """Predictions of many answers an input, one at each *position*: a pixel of an image, a token of a text.
 
 Positions P = (H, W), (L,) and so on stand behind the batch: logits (N, K, *P), variance (N, *P), probs (N, C, *P),
-score and p-value (N, *P). `to_rows` makes a plain prediction of it with every position a row, and all that reads rows reads
-that; `at_positions` puts the answers back.
+score and p-value (N, *P). `to_rows` makes a plain prediction of it with every position a row, and all that reads rows
+reads that; `at_positions` puts the answers back.
 
 The positions of one input depend on each other, so a decision about inputs rests on one number an input,
 
