@@ -86,10 +86,12 @@ CLASSES = ("background", *(kind.name for kind in KNOWN))
 def shapes(seed: int, preset: str) -> Task:
     train, val, test, side = _SIZES[preset]
     generator = torch.Generator().manual_seed(seed)
-    parts = [draw_pictures(count, side, generator) for count in (train, val, test)]
+    parts = [TensorDataset(*draw_pictures(count, side, generator)[:2]) for count in (train, val, test)]
     return Task(
         "shapes-segmentation",
-        *(TensorDataset(x, y) for x, y, _ in parts),
+        parts[0],
+        val=parts[1],
+        test=parts[2],
         ood={name: _foreign(test, side, generator, name) for name in ("kinds", "patches")},
         num_outputs=len(CLASSES),
         backbone=partial(UNet, width=_WIDTHS[preset]),
