@@ -126,6 +126,39 @@ SHAPES = {
         {"likelihood": "gaussian"},
         positions=(3, 4),
     ),
+    "depths": Shape(
+        functools.partial(convolutions, nn.Conv1d),
+        (CLASSES, 9),
+        lambda x: x,
+        numbers,
+        F.mse_loss,
+        {"likelihood": "gaussian"},
+        positions=(9,),
+    ),
+    "numbers": Shape(linears, (CLASSES,), lambda x: x, numbers, F.mse_loss, {"likelihood": "gaussian"}),
+    "correlated numbers": Shape(
+        linears, (CLASSES,), lambda x: x, numbers, F.mse_loss, {"likelihood": "gaussian", "noise": "full"}
+    ),
+    "labels": Shape(
+        linears,
+        (CLASSES,),
+        lambda x: x,
+        lambda f, g: (numbers(f, g) > 0).float(),
+        F.binary_cross_entropy_with_logits,
+        {"likelihood": "bernoulli"},
+    ),
+    "labels of pixels": Shape(
+        functools.partial(convolutions, nn.Conv2d),
+        (CLASSES, 3, 4),
+        lambda x: x,
+        lambda f, g: (numbers(f, g) > 0).float(),
+        F.binary_cross_entropy_with_logits,
+        {"likelihood": "bernoulli"},
+        positions=(3, 4),
+    ),
+    "varying noise": Shape(
+        linears, (CLASSES,), lambda x: x, numbers, F.mse_loss, {"likelihood": "gaussian", "noise": "input"}
+    ),
 }
 shapes = pytest.mark.parametrize("name", SHAPES)
 PER_INPUT = [name for name, shape in SHAPES.items() if shape.positions]
@@ -209,11 +242,14 @@ def test_a_prediction_has_the_dimensions_of_its_positions_behind_the_batch(name:
     assert p.positions == shape.positions
     assert p.logits.shape == (n, outputs, *shape.positions)
     assert p.variance is not None
-    assert p.variance.shape == (n, *shape.positions)
+    assert p.variance.shape in ((n, *shape.positions), (n, outputs, *shape.positions))
     for found in (p.score(), p.p_value, p.accept(0.2), p.score("variance")):
         assert found is not None
         assert found.shape == (n, *shape.positions)
-    if p.probs is not None:
+    if p.has_labels:
+        assert p.probs is not None
+        assert p.labels.shape == p.confidence.shape == p.probs.shape == p.logits.shape
+    elif p.probs is not None:
         torch.testing.assert_close(p.probs.sum(1), torch.ones(n, *shape.positions))
         assert p.labels.shape == p.confidence.shape == p.score("entropy").shape == (n, *shape.positions)
     else:

@@ -144,7 +144,8 @@ def _check_arguments(model: SNGP, format: str, labels: Sequence[str] | None, pre
         raise ValueError('precision="int8" is made by ONNX Runtime: use format="onnx", or precision="fp16".')
     if format == "onnx" and opset < OLDEST_OPSET:
         raise ValueError(f"ONNX opset {opset} is too old: the smallest that works is {OLDEST_OPSET}.")
-    classes = LIKELIHOODS[model.head.likelihood].num_classes(model.head.out_features)
+    likelihood, outputs = LIKELIHOODS[model.head.likelihood], model.head.out_features
+    classes = outputs if likelihood.has_labels(outputs) else likelihood.num_classes(outputs)
     if labels is not None and len(labels) != classes:
         raise ValueError(f"labels must name the {classes} classes of the model, got {len(labels)} names.")
 

@@ -200,6 +200,8 @@ def answers(prediction: Prediction, alpha: float | None = None, labels: Sequence
     if prediction.positions:
         return _answers_of_inputs(prediction, alpha)
     p, columns = prediction, {}
+    if p.has_labels:
+        raise ValueError("A file of answers has one class a row, and this model has several labels: use model.predict.")
     if p.probs is not None:
         chosen = p.labels
         if labels and len(labels) != p.probs.shape[1]:

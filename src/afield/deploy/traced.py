@@ -37,10 +37,11 @@ from afield.model.sngp_model import SNGP
 from afield.prediction.p_values import class_p_value, conformal_p_value, fewest_rows, predicted_class
 from afield.prediction.positions import input_score, unflatten
 from afield.prediction.prediction import Prediction
-from afield.prediction.predictive import mean_field
+from afield.prediction.predictive import PREDICTIVES, of_labels
 
 ALPHA = 0.01
 HIDDEN = "hidden"
+_mean_field = PREDICTIVES["mean_field"]
 OF_INPUTS = ("input_score", "input_p_value", "input_accepted")
 
 
@@ -106,7 +107,7 @@ class Graph(nn.Module):
         self.inputs, self.output = inputs, plain.head_name
         self.half_backbone, self.with_hidden = half, hidden
         likelihood = LIKELIHOODS[head.likelihood]
-        self.of_classes, self.noise = likelihood.of_classes, float(head.noise) if likelihood.noisy else None
+        self.of_classes = likelihood.of_classes
         self.head = head
         self.net = replace_layer(plain.net, plain.head_name, Tap(head.out_features))
         if half:
@@ -132,11 +133,15 @@ class Graph(nn.Module):
         h = found.flatten(0, -2)
         mean, variance = head.posterior(h)
         if self.of_classes:
-            logits, probs = head.logit_scale * mean, mean_field(head.logit_scale * mean, variance)
+            logits, variance = head.scaled(mean, variance)
+            labels = LIKELIHOODS[head.likelihood].has_labels(head.out_features)
+            probs = (of_labels(_mean_field) if labels else _mean_field)(logits, variance, 0, None)[0]
             prediction = Prediction(logits, variance, probs, likelihood=head.likelihood)
             answers = {"probs": probs, "logits": logits}
         else:
-            prediction = Prediction(mean, variance, noise=self.noise, likelihood=head.likelihood)
+            prediction = head.of_numbers(mean, variance, h)
+            assert prediction.variance is not None
+            variance = prediction.variance
             answers = {"mean": prediction.mean, "std": prediction.std}
         prediction = dataclasses.replace(prediction, **head.own_fields(head.own_score(mean, variance, h)))
         answers |= {"variance": variance, "score": prediction.score(self.score)}

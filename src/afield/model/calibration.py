@@ -34,12 +34,15 @@ from afield.gp.likelihoods import LIKELIHOODS, Likelihood
 from afield.model.batches import Field, Inputs, split_batch
 from afield.model.evaluating import evaluating
 from afield.model.hidden import Hidden, Sample, check_target
+from afield.model.labels import calibrate_labels
+from afield.model.noise import balance_outputs
 from afield.model.positions import CALIBRATED, IGNORED, OBSERVED, keys_of, mask_of, predict_positions
 from afield.model.progress import track
 from afield.model.sngp_model import SNGP
 from afield.model.targets import other_kind, warn_of_kind
 from afield.prediction.distance_scores import FITTED
 from afield.prediction.fitted_score import Constants
+from afield.prediction.labels import doubts
 from afield.prediction.p_values import fewest_rows, predicted_class
 from afield.prediction.positions import input_score
 from afield.prediction.prediction import Prediction
@@ -86,6 +89,7 @@ def calibrate(
     score: str | None = None,
     train: Iterable[Any] | None = None,
     per_class: bool = False,
+    per_output: bool = False,
     fit_fraction: float | None = None,
     seed: int = 0,
     num_positions: int = CALIBRATED,
@@ -108,6 +112,7 @@ def calibrate(
     train         batches of training data, to which a score of FITTED is fitted
     per_class     compare a row with reference rows of the same predicted class, so that no class is refused more often
                   than promised, however rare it is. Classes with fewer than 99 such rows share a reference
+    per_output    of several labels: a scale and an amplitude for each, besides those of all
     fit_fraction  the part of the data that chooses the parameters and fixes the score; the rest is the reference. None:
                   two thirds, of which the joined score takes a half of all
     seed          of the permutation that cuts the data
@@ -128,8 +133,13 @@ def calibrate(
         raise ValueError(f"logit_scale is of classes, got a {head.likelihood} head: leave it out.")
     if fit_fraction is not None and not 0 < fit_fraction < 1:
         raise ValueError(f"fit_fraction must lie strictly between 0 and 1, got {fit_fraction}.")
-    if per_class and not LIKELIHOODS[head.likelihood].of_classes:
+    if per_class and not LIKELIHOODS[head.likelihood].num_classes(head.out_features):
         raise ValueError(f"per_class=True needs classes to predict, got a {head.likelihood} head: leave it out.")
+    if per_output and not LIKELIHOODS[head.likelihood].has_labels(head.out_features):
+        raise ValueError(
+            f"per_output=True needs several labels, got a {head.likelihood} head with {head.out_features} outputs: leave it "
+            "out. Outputs of a regression have their own noise in any case."
+        )
     if (score in FITTED) != (train is not None):
         raise ValueError(_ABOUT_TRAIN.format(score=score))
     model.check_fresh("calibrate")
@@ -156,7 +166,9 @@ def calibrate(
                 "per_class=True compares inputs of one class, and the positions of an input have many: leave it out."
             )
         likelihood = LIKELIHOODS[head.likelihood]
-        head.set_score(score or (JOINED if head.joined_score is not None else likelihood.score))
+        default = likelihood.default_score(head.out_features)
+        head.set_score(score or (JOINED if head.joined_score is not None else default))
+        head.set_label_scales(head.label_scales[:0])
         head.chosen_score.forget()
         if train is not None and score is not None:
             seen = Hidden(model, train, keep=False, progress=progress, sample=Sample(OBSERVED, ignore_index), **fields)
@@ -168,6 +180,7 @@ def calibrate(
         of_parameters = fit_fraction or (fraction if per_class else FIT_FRACTION)
         fit = cut_in_two(count, of_parameters, seed)[0].to(hidden.device)
         first, fit, reference_rows = (_rows_of(part, draws) for part in (first, fit, rest))
+        balance_outputs(head, hidden[fit], y[fit], None if weight is None else weight[fit])
         objective = objective_of(head, hidden[fit], y[fit], None if weight is None else weight[fit])
         objective = dataclasses.replace(objective, group=draws)
         if logit_scale is not None:
@@ -182,11 +195,15 @@ def calibrate(
         head.set_scalars(amplitude=amplitude, **fitted)
         if likelihood.noisy and _raise_noise(head, hidden[fit]):
             after = float(objective.mean(objective.loss(float(head.noise), amplitude**2)))
+        if per_output:
+            calibrate_labels(head, hidden[fit], y[fit], None if weight is None else weight[fit])
         if head.joined_score is not None:
             head.joined_score.fit(sources_of(head, hidden[first]))
         reference = Prediction.cat([head.predict(h) for h in hidden[reference_rows].split(4096)])
         scores, classes = reference.score(head.score), predicted_class(reference) if per_class else None
         head.set_reference(scores, classes, draws=draws)
+        if reference.has_labels and draws == 1:
+            head.set_label_reference(doubts(reference))
         if examples.have_positions:
             head.set_input_reference(_input_scores(model, head, examples, [examples.keys[i] for i in rest.tolist()]))
         nuisance = float(head.noise if likelihood.noisy else head.logit_scale)
@@ -286,12 +303,13 @@ def _warn_of_guessing(head: GaussianProcessHead, objective: Objective, losses: T
 
 def _constant_loss(likelihood: Likelihood, objective: Objective, target: Tensor) -> Tensor:
     """The losses (N,) of the best answer that does not look at its input."""
-    mean = objective.mean(target.T)
+    mean = objective.mean(target.T.double())
     if likelihood.noisy:
         variance = objective.mean((target - mean).square().T).clamp_min(1e-300)
         return likelihood.predictive_loss(mean.expand_as(target), variance.expand_as(target), 0.0, target)
-    rate = mean.clamp_min(1e-12).log().expand_as(target)
-    return likelihood.predictive_loss(rate, torch.zeros_like(rate), 0.0, target)
+    assert likelihood.link is not None
+    output = likelihood.link(mean).expand_as(target)
+    return likelihood.predictive_loss(output, torch.zeros_like(output), 0.0, target)
 
 
 def _raise_noise(head: GaussianProcessHead, hidden: Tensor) -> bool:

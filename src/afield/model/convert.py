@@ -28,6 +28,7 @@ DEFAULT_BOUNDS: Mapping[str | type[nn.Module], float | None] = MappingProxyType(
     {nn.Linear: 0.95, nn.MultiheadAttention: 0.95, nn.Conv1d: 6.0, nn.Conv2d: 6.0, nn.Conv3d: 6.0}
 )
 """By type of layer; docs/defaults.md has the evidence. 6 is the paper's for convolutions."""
+_PROBLEMS = {"multi_label_classification": "bernoulli", "regression": "gaussian"}  # of Hugging Face
 _BATCH_NORM = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
@@ -117,7 +118,7 @@ def sngp(
         default = {"bound": _bound_settings(DEFAULT_BOUNDS), "output": None, "freeze": False, "head": {}}
         return _checked(_again(net, "sngp", settings, default), example)
     net, output, old, kind = _copied(net, output)
-    head = {**kind.options, **head}
+    head = {**kind.options, **_of_problem(net), **head}
     settings["head"] = _plain_options(head)
     out_features = head.pop("out_features", kind.outputs(old))
     new = GaussianProcessHead(kind.inputs(old), out_features, **{"variance_features": "auto", **head})
@@ -144,7 +145,7 @@ def attach(net: nn.Module, *, output: str | None = None, example: Any = None, **
     if head.get("covariance", "shared") != "shared":
         raise ValueError('attach keeps the most probable class, which needs covariance="shared".')
     net, output, old, kind = _copied(net, output)
-    head = {**kind.options, **head}
+    head = {**kind.options, **_of_problem(net), **head}
     settings["head"] = _plain_options(head)
     undecided = "likelihood" not in head and kind.outputs(old) == 1
     of_classes = not undecided and LIKELIHOODS[head.get("likelihood", "categorical")].of_classes
@@ -156,6 +157,12 @@ def attach(net: nn.Module, *, output: str | None = None, example: Any = None, **
         new.likelihood = UNDECIDED
     net = replace_layer(net, output, kind.around(new.to(old.weight))).requires_grad_(False)
     return _checked(SNGP(net, output, kind="attach", settings=settings, reasons={}), example)
+
+
+def _of_problem(net: nn.Module) -> dict[str, Any]:
+    """The likelihood that a Hugging Face network's configuration names."""
+    problem = getattr(getattr(net, "config", None), "problem_type", None)
+    return {"likelihood": _PROBLEMS[problem]} if problem in _PROBLEMS else {}
 
 
 def _checked(model: SNGP, example: Any) -> SNGP:

@@ -27,8 +27,8 @@ from afield.gp.precision import add_products
 from afield.model.batches import Field, Inputs
 from afield.model.evaluating import evaluating
 from afield.model.hidden import Hidden, Sample, adapt, check_target
+from afield.model.noise import noise_variance
 from afield.model.positions import IGNORED, OBSERVED
-from afield.model.posterior import noise_variance
 from afield.model.progress import track
 from afield.model.sngp_model import SNGP
 from afield.model.targets import warn_of_kind
@@ -190,13 +190,19 @@ def _closed_form(problem: _Problem, tolerance: float) -> tuple[Tensor, int]:
     for iterations in range(1, 101):  # noqa: B007 (reported)
         noise = float(head.noise)
         weights = torch.linalg.solve(gram + noise * penalty, right)
-        squares = float(problem.weighted((y - problem.forward(weights)).square()).sum())
+        squares = _typical(problem.weighted((y - problem.forward(weights)).square()).sum(0))
         count, features = problem.count * y.shape[1], head.weight.shape[1]
         head.set_scalars(noise=noise_variance(head, gram[:features, :features], squares, count))
         if abs(float(head.noise) / noise - 1) < 1e-9:
             break
     weights = torch.linalg.solve(gram + float(head.noise) * penalty, right)
     return weights, iterations
+
+
+def _typical(squares: Tensor) -> float:
+    """The sum (K,) over the outputs in units in which all have one noise: the prior has the units of each (`gp.noise`)."""
+    least = 1e-24 * float(squares.max()) + 1e-300
+    return len(squares) * float(squares.clamp_min(least).log().mean().exp())
 
 
 def _newton(problem: _Problem, tolerance: float) -> tuple[Tensor, int]:

@@ -20,7 +20,8 @@ from afield.gp.likelihoods import LIKELIHOODS
 from afield.model.batches import Field, Inputs
 from afield.model.evaluating import evaluating
 from afield.model.fingerprint import Fingerprint, digest
-from afield.model.hidden import Hidden, Sample, adapt, check_order, check_target
+from afield.model.hidden import Hidden, Sample, adapt, check_order
+from afield.model.noise import Residuals, learn_input_noise
 from afield.model.positions import IGNORED, OBSERVED
 from afield.model.ranks import explain_lost_ranks, several_ranks, shard_loader, share_statistics
 from afield.model.sngp_model import SNGP
@@ -58,7 +59,7 @@ def fit_posterior(
     ignore_index   the label of positions that are left out; so are those that an attention mask leaves out
     progress  show a progress bar; None shows it on a terminal
 
-    For a gaussian likelihood with targets in the batches, the noise variance is estimated from the residuals. On the
+    For a gaussian likelihood with targets in the batches, the noise is estimated from the residuals (`model.noise`). On the
     first batch the network must return the logits of its output layer, which are the head's.
     """
     head = model.head
@@ -77,6 +78,8 @@ def fit_posterior(
                 weights = check_order(weights, loader)[dist.get_rank() :: dist.get_world_size()]
         if adapts and (draft.mean is not None or draft.variance_features is not None):  # only the variance rests on it
             draft.features_of_variance.forget_data()
+        if draft.noise_features is not None:
+            draft.noise_features.forget_data()
         twice = bool(draft.unadapted())
         part = shard_loader(loader, sharded)
         sample = Sample(num_positions, ignore_index)
@@ -84,8 +87,7 @@ def fit_posterior(
             model, part, weights=weights, keep=twice, fitting=True, progress=progress, sample=sample, **fields
         )
         _check_ranks_agree(model)
-        _fit(draft, examples, fast)
-        seen = _num_inputs(examples)
+        seen = _fit(draft, examples, fast)
         model.fingerprint = Fingerprint(model.net)
     warn_of_kind(examples.odd_targets)
     if not (sharded and several_ranks()):  # a rank's own part says nothing about the whole
@@ -93,33 +95,34 @@ def fit_posterior(
     return head.num_observed
 
 
-def _num_inputs(examples: Hidden) -> int:
-    """Inputs that all ranks have seen: where they have positions, the posterior counts those."""
-    total = torch.tensor(examples.num_inputs, device=examples.device)
-    if several_ranks():
-        dist.all_reduce(total)
-    return int(total)
-
-
-def _fit(head: GaussianProcessHead, examples: Hidden, fast: bool) -> None:
+def _fit(head: GaussianProcessHead, examples: Hidden, fast: bool) -> int:
+    """Returns the number of inputs on all ranks."""
     for features in head.unadapted():
         adapt(features, examples)
-    residuals = torch.zeros(2, dtype=torch.float64)
+    inputs = _observe(head, examples, fast)
+    if head.noise_features is not None:
+        learn_input_noise(head, examples)
+        head.precision.reset()
+        inputs = _observe(head, examples, fast)
+    return inputs
+
+
+def _observe(head: GaussianProcessHead, examples: Hidden, fast: bool) -> int:
+    """Add all examples, of all ranks, and take the noise from their residuals; returns the number of inputs."""
+    residuals, noisy = Residuals(head), LIKELIHOODS[head.likelihood].noisy
     for h, target, weight in examples:
         head.observe(h, classes=_classes(head, target), weights=weight, fast=fast)
-        if LIKELIHOODS[head.likelihood].noisy and target is not None:
-            squares = (check_target(target, head) - head(h).double()).square()
-            count = float(squares.numel())
-            if weight is not None:
-                squares, count = squares * weight[:, None], float(weight.sum()) * squares.shape[1]
-            residuals += torch.tensor([float(squares.sum()), count], dtype=torch.float64)
-    residuals = _reduce(head, residuals)
+        if noisy and target is not None:
+            residuals.add(h, target, weight)
+    if examples.have_positions and head.noise_shape is not None and head.noise_shape.kind == "full":
+        raise ValueError('noise="full" is of one answer an input, and this network answers at positions: use "output".')
+    residuals.inputs += examples.num_inputs
+    _reduce(head)
+    residuals.reduce()
     if not head.num_observed:
         raise ValueError("fit_posterior got an empty loader: there is nothing to fit the posterior to.")
-    if residuals[1]:
-        gram = head.precision.data[0]
-        head.set_scalars(noise=noise_variance(head, gram, float(residuals[0]), float(residuals[1])))
-        head.training_error = torch.full_like(head.training_error, float(residuals[0] / residuals[1]))
+    residuals.set_noise()
+    return int(residuals.inputs)
 
 
 def update(
@@ -222,21 +225,6 @@ def _revise(model: SNGP, examples: Hidden, change: Callable[..., None]) -> int:
     return model.head.num_observed
 
 
-def noise_variance(head: GaussianProcessHead, gram: Tensor, squares: float, count: float) -> float:
-    """The noise variance s^2 = RSS / (n - effective parameters), at its fixed point (MacKay's evidence update).
-
-    Weights trained on these examples fit part of the noise: trace((G + r s^2 I)^-1 G) directions' worth of it.
-    """
-    values = torch.linalg.eigvalsh(gram).clamp_min(0)
-    rows, noise = count / head.out_features, max(squares / count, 1e-12)
-    for _ in range(100):
-        used = 0.0 if head.mean is not None else float((values / (values + float(head.ridge) * noise)).sum())
-        before, noise = noise, max(squares / head.out_features / max(rows - used, 1.0), 1e-12)
-        if abs(noise / before - 1) < 1e-12:
-            break
-    return noise
-
-
 def _classes(head: GaussianProcessHead, target: Tensor | None) -> Tensor | None:
     """Targets (N,) that are classes of the head; None: there are none, and the most probable ones will do."""
     if target is None or head.class_distance is None or target.numel() != target.shape[0]:
@@ -246,15 +234,12 @@ def _classes(head: GaussianProcessHead, target: Tensor | None) -> Tensor | None:
     return whole if bool(((whole == target) & (whole >= 0) & (whole < classes)).all()) else None
 
 
-def _reduce(head: GaussianProcessHead, residuals: Tensor) -> Tensor:
+def _reduce(head: GaussianProcessHead) -> None:
     """Sum over the ranks, once; a rank without examples adds zeros."""
-    residuals = residuals.to(head.precision.count.device)
     if several_ranks():
         head.precision.all_reduce()
         if head.class_distance is not None:
             head.class_distance.all_reduce()
-        dist.all_reduce(residuals)
-    return residuals
 
 
 def _warn_if_incomplete(loader: Iterable[Any], seen: int) -> None:

@@ -16,6 +16,7 @@ from afield.bounds.spectral import bounds_of, operator_norm
 from afield.bounds.weight_cache import followed, kept_weights
 from afield.errors import Stale, StaleWarning
 from afield.gp.capture import hidden_vectors
+from afield.gp.draws import sample_functions
 from afield.gp.head import GaussianProcessHead
 from afield.model.batches import as_tensors, device_of, dtype_of, is_loader, split_batch
 from afield.model.evaluating import evaluating
@@ -23,6 +24,7 @@ from afield.model.fingerprint import Fingerprint
 from afield.model.input_errors import clearer_error
 from afield.model.layers import layers_of, type_name
 from afield.model.positions import ChannelsFirst, mask_of, predict_positions
+from afield.prediction.positions import unflatten
 from afield.prediction.prediction import Prediction
 
 CHANGED = "The network has changed since its posterior was fitted (trained, loaded, or moved to another precision)."
@@ -83,7 +85,8 @@ class SNGP(nn.Module):
             if (clearer := clearer_error(self.net, args, kwargs)) is None:
                 raise
             raise clearer from error
-        logits, expected = getattr(returned, "logits", returned), h[..., 0].numel() * self.head.out_features
+        logits = returned if isinstance(returned, Tensor) else getattr(returned, "logits", returned)
+        expected = h[..., 0].numel() * self.head.out_features
         if isinstance(logits, Tensor) and logits.numel() != expected:
             raise RuntimeError(
                 f"The output layer {self.output!r} makes {self.head.out_features} numbers for each of "
@@ -134,6 +137,23 @@ class SNGP(nn.Module):
         warnings.warn(f"{CHANGED} The variance is of other weights, and p-values are off. {REFIT}", StaleWarning, 2)
         off = dict.fromkeys(("p_value", "smallest_p_value", "num_reference", "input_p_value", "num_inputs"))
         return dataclasses.replace(prediction, **off)
+
+    def sample(
+        self, *args: Any, num_samples: int = 1, generator: torch.Generator | None = None, **kwargs: Any
+    ) -> Tensor:
+        """Functions drawn from the posterior, at these inputs: (S, N, K), or (S, N, K, *P) at positions P.
+
+        One draw is one function, whatever the input: a generator in the same state gives the same functions for other
+        inputs, so that draws of a batch belong together. Logits of classes, numbers without their noise, log rates. For
+        active learning and Bayesian optimisation, which look at several inputs at once.
+        """
+        self.check_fresh("sample from the posterior")
+        if len(args) == 1 and isinstance(args[0], Mapping):
+            args, kwargs, _ = split_batch({**args[0], **kwargs}, device_of(self), net=self.net)
+        with evaluating(self), kept_weights(self.net):
+            h = self.hidden(*args, **kwargs)
+            values = sample_functions(self.head, h.flatten(0, -2), num_samples, generator)
+        return values if h.dim() == 2 else unflatten(values, tuple(h.shape[:-1]), 1)
 
     def is_fresh(self) -> bool:
         """Whether the network is, by its content, the one that its posterior was fitted with."""

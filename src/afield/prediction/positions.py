@@ -33,7 +33,18 @@ if TYPE_CHECKING:
     from afield.prediction.prediction import Prediction
 
 LARGEST_PART = 0.02
-_OF_ROWS = ("logits", "variance", "probs", "members", "features", "p_value", "joined", "fitted")
+_OF_ROWS = (
+    "logits",
+    "variance",
+    "probs",
+    "members",
+    "features",
+    "p_value",
+    "label_p_value",
+    "joined",
+    "fitted",
+    "noise",
+)
 _OF_INPUTS = ("mask", "input_score", "input_p_value")
 
 
@@ -49,17 +60,16 @@ def to_rows(prediction: "Prediction") -> "Prediction":
             t = t.movedim(batch + 1, -1)
         return t.flatten(batch, batch + count)
 
-    rows: dict[str, Any] = {n: flat(n, t) for n in _OF_ROWS if (t := getattr(prediction, n)) is not None}
+    rows: dict[str, Any] = {n: flat(n, t) for n in _OF_ROWS if isinstance(t := getattr(prediction, n), Tensor)}
     return dataclasses.replace(prediction, **rows, **dict.fromkeys(_OF_INPUTS), num_inputs=None)
 
 
 def from_rows(rows: "Prediction", inputs: int, positions: tuple[int, ...], **fields: Any) -> "Prediction":
     """The inverse of `to_rows`; `fields` are those of inputs."""
     shape = (inputs, *positions)
-    found = {n: t for n in _OF_ROWS if (t := getattr(rows, n)) is not None}
-    return dataclasses.replace(
-        rows, **{n: unflatten(t, shape, int(n == "members")) for n, t in found.items()}, **fields
-    )
+    found = {n: t for n in _OF_ROWS if isinstance(t := getattr(rows, n), Tensor)}
+    shaped = {n: unflatten(t, shape, int(n == "members")) for n, t in found.items()}
+    return dataclasses.replace(rows, **shaped, **fields)
 
 
 def unflatten(values: Tensor, shape: tuple[int, ...], batch: int = 0) -> Tensor:

@@ -27,13 +27,16 @@ class Prediction:
 
     logits    (N, K)     posterior mean (of the log rate for poisson, of the target for gaussian)
     variance  (N,)       posterior variance shared by all outputs, (N, K) one per class, or None
-    probs     (N, C)     class probabilities, or None for gaussian and poisson; one bernoulli logit gives C = 2
+    probs     (N, C)     class probabilities, or None for gaussian and poisson; one bernoulli logit gives C = 2, several
+                         are labels, and these the probabilities (N, K) that they apply (`prediction.labels`)
     members   (M, N, C)  probabilities of ensemble members or of samples, or None
     features  (N, d)     hidden vectors, or None
     p_value   (N,)       conformal p-value of "this is in-domain", or None until calibrated
+    label_p_value (N, K) of each label, that it is as doubtful in-domain, or None
     joined    (N,)       the joined score, of a calibrated classifier, or None
     fitted    (N,)       the fitted score that `afield.calibrate` was told to rest p-values on, or None
-    noise                variance of the observation noise (gaussian), or None
+    noise                variance of the observation noise (gaussian): a number for all, (N, K) by output, (N, K, K) where
+                         that of the outputs is correlated; or None
     smallest_p_value     the smallest p-value that every row can have, 1 / (reference rows + 1), of the smallest
                          reference where there is one by class; None until calibrated
     num_reference        reference rows behind the p-values, (N,) where they go by class; None until calibrated, and for
@@ -54,9 +57,10 @@ class Prediction:
     members: Tensor | None = None
     features: Tensor | None = None
     p_value: Tensor | None = None
+    label_p_value: Tensor | None = None
     joined: Tensor | None = None
     fitted: Tensor | None = None
-    noise: float | None = None
+    noise: float | Tensor | None = None
     smallest_p_value: float | None = None
     num_reference: int | Tensor | None = None
     likelihood: str = "categorical"
@@ -102,7 +106,8 @@ class Prediction:
             raise ValueError(f"Cannot join predictions with different fields: {[sorted(p) for p in parts]}.")
         kinds = {
             (
-                *(p.likelihood, p.noise, p.smallest_p_value, p.default_score, p.num_inputs),
+                *(p.likelihood, None if isinstance(p.noise, Tensor) else p.noise, p.smallest_p_value, p.default_score),
+                p.num_inputs,
                 p.num_reference if isinstance(p.num_reference, int) else None,
             )
             for p in predictions
@@ -131,8 +136,10 @@ class Prediction:
 
     @property
     def labels(self) -> Tensor:
-        """The most probable class (N,); read off the logits where shrinkage cannot change it, but may round to ties."""
+        """The most probable class (N,), or which of several labels apply (N, K); read off the logits where shrinkage cannot change it, but may round to ties."""
         probs = self._need("probs", "class labels")
+        if self.has_labels:
+            return (probs > 0.5).long()
         shared = self.variance is None or self.variance.dim() == self.logits.dim() - 1
         if self.members is None and shared and self.logits.shape == probs.shape:
             return self.logits.argmax(1)
@@ -140,8 +147,14 @@ class Prediction:
 
     @property
     def confidence(self) -> Tensor:
-        """The largest class probability (N,)."""
-        return self._need("probs", "a confidence").amax(1)
+        """The largest class probability (N,); of several labels, of each that it applies or not (N, K)."""
+        probs = self._need("probs", "a confidence")
+        return torch.maximum(probs, 1 - probs) if self.has_labels else probs.amax(1)
+
+    @property
+    def has_labels(self) -> bool:
+        """Whether the outputs are several labels, each of which applies or not."""
+        return likelihood_of(self).has_labels(self.logits.shape[1])
 
     @property
     def mean(self) -> Tensor:
@@ -157,7 +170,18 @@ class Prediction:
         variance = likelihood_of(self).variance
         if variance is None:
             raise ValueError(f"A {self.likelihood} prediction has class probabilities (probs), not a std.")
-        return variance(self.logits, self._need("variance", "a standard deviation"), self.noise or 0.0).sqrt()
+        noise = 0.0 if self.noise is None else self.noise
+        if isinstance(noise, Tensor) and noise.dim() > self.logits.dim():
+            noise = noise.diagonal(dim1=-2, dim2=-1)
+        return variance(self.logits, self._need("variance", "a standard deviation"), noise).sqrt()
+
+    @property
+    def covariance(self) -> Tensor:
+        """Covariance of the target (N, K, K), epistemic and noise together: a gaussian's, whose outputs share a shape."""
+        if not isinstance(self.noise, Tensor) or self.noise.dim() != 3 or self.positions:
+            return torch.diag_embed(self.std.square())
+        ratio = self._need("variance", "a covariance") / self.noise.diagonal(dim1=-2, dim2=-1)
+        return self.noise * (1 + ratio[:, :1, None])
 
     def interval(self, level: float = 0.95) -> tuple[Tensor, Tensor]:
         """The central interval of a gaussian prediction that holds the target with probability `level`."""

@@ -100,6 +100,17 @@ Predictive = Callable[[Tensor, Tensor, int, torch.Generator | None], tuple[Tenso
 """(logits, variance, num_samples, generator) -> (probs, members)."""
 
 
+def of_labels(predictive: Predictive) -> Predictive:
+    """The same for K labels, each of which applies or not: probabilities (N, K) that they do, of one logit each."""
+
+    def of_each(m: Tensor, v: Tensor, samples: int, generator: torch.Generator | None) -> tuple[Tensor, Tensor | None]:
+        flat, members = predictive(m.reshape(-1, 1), per_output(v, m).reshape(-1), samples, generator)
+        of_members = None if members is None else members[..., 1].unflatten(1, m.shape)
+        return flat[:, 1].reshape(m.shape), of_members
+
+    return of_each
+
+
 def _by_monte_carlo(m: Tensor, v: Tensor, samples: int, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
     members = monte_carlo(m, v, samples, generator)
     return members.mean(0), members
