@@ -17,6 +17,7 @@ from afield.experiment.model_folder import is_saved, open_model
 from afield.gp.likelihoods import LIKELIHOODS
 from afield.model.saving import read_index
 from afield.model.sngp_model import SNGP
+from afield.prediction.positions import refuse_positions
 from afield.prediction.prediction import Prediction, likelihood_of
 from afield.serve.engine import DATATYPES, TEXT, Arrays, BadInput, Engine, TensorSpec, name_labels, narrow
 
@@ -109,7 +110,9 @@ def _engine(
     calibrated = head is not None and head.calibrated
     likelihood = LIKELIHOODS["categorical" if head is None else head.likelihood]
     if head is not None and likelihood.has_labels(head.out_features):
-        raise ValueError("The service answers with one class a row, and this model has several labels: use model.predict.")
+        raise ValueError(
+            "The service answers with one class a row, and this model has several labels: use model.predict."
+        )
     count = -1 if head is None else likelihood.num_classes(head.out_features) if likelihood.of_classes else 0
     columns = ["label", "probabilities"] if likelihood.of_classes else ["mean", "std"]
     columns += ["variance"] * (head is not None) + ["score"] + ["p_value", "accepted"] * calibrated
@@ -161,6 +164,7 @@ def _predict(predict: Predict, arrays: Arrays) -> Prediction:
 
 
 def _answers(p: Prediction, alpha: float | None, labels: tuple[str, ...]) -> Arrays:
+    refuse_positions(p, "The service")
     answers: Arrays = {}
     if p.probs is not None:
         answers["label"] = name_labels(p.labels.numpy(), labels)
