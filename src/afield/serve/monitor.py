@@ -27,7 +27,7 @@ from afield.serve.metrics import Metrics
 RECENT, REFUSED, LABELLED = 100, 50, 20_000  # answers that are kept: the last ones, refused ones, those to be labelled
 _MOST_SHOWN = 24  # numbers, and ten times as many characters, of an input
 _BINS = 10
-_AT_ONCE, _PAUSE = 256, 0.02  # requests that are counted together; seconds in which they gather
+_AT_ONCE, _PAUSE = 256, 0.05  # requests that are counted together; seconds in which they gather
 _Item = tuple[str, Arrays, Arrays]  # id, inputs and answers of a request
 
 
