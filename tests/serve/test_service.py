@@ -238,7 +238,7 @@ def test_the_page_asks_nobody_else(client: Client):
     texts = {name: client("GET", name) for name in loaded}
     for name in re.findall(r'from "\./([^"]+)"', texts["/page/main.js"][1]):
         texts[name] = client("GET", f"/page/{name}")
-    assert len(texts) == 5
+    assert len(texts) == 6
     assert all(found[0] == 200 for found in texts.values())
     addresses = re.findall(r"https?://[^\s\"']+", page + "".join(found[1] for found in texts.values()))
     assert set(addresses) <= {"http://www.w3.org/2000/svg"}  # a name, not an address

@@ -25,7 +25,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from afield.serve import infer, protocol
 from afield.serve.batching import Batcher, Busy
-from afield.serve.engine import BadInput
+from afield.serve.engine import MOST_EXPLAINED, BadInput
 from afield.serve.invocations import parse_invocation, records
 from afield.serve.logs import LOGGER, log
 from afield.serve.metrics import Metrics
@@ -89,6 +89,7 @@ class Service:
             routes += [
                 Route(base, self.metadata),
                 Route(f"{base}/ready", self.model_ready),
+                Route(f"{base}/explain", self.explain, methods=of["POST"]),
                 Route(f"{base}/labels", self.labels, methods=of["POST"]),
                 Route(f"{base}/monitor", self.monitor),
             ]
@@ -133,6 +134,16 @@ class Service:
         asked = protocol.check_request(arrays, version.engine, self.limits.max_rows)
         answers = await infer.run(self, request.scope, version, asked)
         return _json({"predictions": records(answers)})
+
+    async def explain(self, request: Request) -> Response:
+        version = self._version(request)
+        if (explain := version.engine.explain) is None:
+            raise HTTPException(
+                404, "This model has no training examples: afield.save(..., neighbours=100, train=...)."
+            )
+        asked = protocol.parse_infer(await self._body(request), version.engine, MOST_EXPLAINED)
+        async with asyncio.timeout(self.limits.answer_seconds):
+            return _json({"rows": await asyncio.to_thread(explain, asked.arrays)})
 
     async def labels(self, request: Request) -> Response:
         version = self._version(request)
@@ -243,6 +254,7 @@ def _describe(version: Version | None, versions: list[str] | None = None) -> dic
             "num_reference": len(engine.reference),
             "features": list(engine.features),
             "policy": engine.policy,
+            "explains": engine.explain is not None,
         },
     }
 

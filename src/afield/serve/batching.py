@@ -1,9 +1,9 @@
 """Requests that arrive together are answered together: a bounded queue, and a thread for each core that empties it.
 
 A thread takes the oldest request and those behind it that fit beside it: of the same model version, of rows of the same
-shapes, up to `max_batch` rows together; what the event loop has read in one turn is queued in one step. If there is room, and other requests are being read from their sockets right
-now, it waits for them, `max_wait` seconds at most; a request that is alone does not wait. While all threads are busy,
-the next batch gathers by itself.
+shapes, up to `max_batch` rows together; what the event loop has read in one turn is queued in one step. If there is
+room, and other requests are being read from their sockets right now, it waits for them, `max_wait` seconds at most; a
+request that is alone does not wait. While all threads are busy, the next batch gathers by itself.
 
 A batch that fails is answered request by request, so that nobody pays for a neighbour's bad row. What does not fit in
 the queue is refused at once (`Busy`).

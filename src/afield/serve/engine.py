@@ -29,6 +29,8 @@ NUMPY_TYPES = {
 }
 DATATYPES = {np.dtype(kind).name: name for name, kind in NUMPY_TYPES.items()}
 TEXT = "BYTES"
+Explain = Callable[[Arrays], list[dict[str, Any]]]
+MOST_EXPLAINED = 10  # rows of a request
 
 
 class BadInput(ValueError):
@@ -58,6 +60,7 @@ class Engine:
     features    names of the columns of a table, where they are known
     joins       whether requests may be answered in one batch
     num_classes of the answers; 0: real targets
+    explain     inputs -> for each row the training examples near it, and its odd features; None: none were kept
     """
 
     inputs: tuple[TensorSpec, ...]
@@ -73,6 +76,7 @@ class Engine:
     policy: Mapping[str, Any] | None = None
     features: tuple[str, ...] = ()
     joins: bool = True
+    explain: Explain | None = None
 
     @property
     def outputs(self) -> list[TensorSpec]:

@@ -1,6 +1,6 @@
-"""`POST .../infer` as bare ASGI: nearly all requests go here, and the router and its layers would take most of the time.
+"""`POST .../infer` as bare ASGI: nearly all requests go here, and a router and its layers take half of the time.
 
-    read the body -> parse -> batcher -> answer        one timer, one task, two messages to the server
+read the body -> parse -> batcher -> answer        one timer, one task, two messages to the server
 """
 
 import asyncio
