@@ -23,7 +23,7 @@ from starlette.responses import FileResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from afield.serve import infer, protocol
+from afield.serve import infer, protocol, tracing
 from afield.serve.batching import Batcher, Busy
 from afield.serve.engine import MOST_EXPLAINED, BadInput
 from afield.serve.invocations import parse_invocation, records
@@ -189,7 +189,7 @@ class _Frame:
     """Around every request: its id, the token, the log line and the metrics."""
 
     def __init__(self, app: ASGIApp, service: Service) -> None:
-        self.app, self.service = app, service
+        self.app, self.service, self.tracer = app, service, tracing.find_tracer()
         self.ids = map(f"{secrets.token_hex(4)}{{:08x}}".format, itertools.count())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -214,6 +214,8 @@ class _Frame:
             seconds = time.perf_counter() - started
             route = scope.get("afield.route") or getattr(scope.get("route"), "path", "other")
             self.service.metrics.request(route, status, seconds)
+            if self.tracer is not None:
+                tracing.record(self.tracer, scope, route=route, status=status, seconds=seconds)
             log("request", **about, method=scope["method"], path=scope["path"][:200], status=status,
                 ms=round(1000 * seconds, 2))  # fmt: skip
 
