@@ -79,7 +79,7 @@ class _PValues(Collector):
     def add(self, name: str, version: str, values: np.ndarray) -> None:
         """By one thread for each version."""
         of, size = (name, version), len(_P_VALUES)
-        counts = np.bincount(np.searchsorted(np.float32(_P_VALUES), values), minlength=size)[:size]
+        counts = np.bincount(np.searchsorted(np.array(_P_VALUES, np.float32), values), minlength=size)[:size]
         self._sums[of] = self._sums.get(of, 0.0) + float(values.sum(dtype=np.float64))
         self._counts[of] = self._counts.get(of, 0) + counts
 
