@@ -14,10 +14,10 @@ export function explanation({ nearest, features }) {
 }
 
 function why(features) {
-  const head = row("th", ["feature", "value", "usual", "score without"]);
+  const head = row("th", ["feature", "value", "usual", "score then"]);
   const lines = features.map((f) => row("td", [f.name, number(f.value), `${number(f.low)} to ${number(f.high)}`, number(f.score_without)],
     ["", f.unusual ? "number no" : "number", "number", "number"]));
-  const title = element("caption", "Features that make it far. The last column is the score with the nearest example's value.");
+  const title = element("caption", "Features that make it far, and the score with the nearest example's value.");
   return element("div", element("table", title, head, ...lines), { class: "scroll", tabindex: 0, role: "region", "aria-label": "Features that make it far" });
 }
 
