@@ -62,9 +62,7 @@ def test_a_saved_model_is_loaded_in_another_process_without_the_module_of_its_ne
         save_model(nn.Linear(2, 2), tmp_path / "other", net="a:b")  # type: ignore[arg-type]
 
 
-def test_a_logged_model_comes_back_from_its_run(
-    model: afield.SNGP, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_logged_model_comes_back_from_its_run(model: afield.SNGP, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     from afield.integrations.mlflow import load_model, log_model
 
     monkeypatch.syspath_prepend(tmp_path)

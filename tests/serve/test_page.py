@@ -90,7 +90,7 @@ def test_the_page_in_a_browser(browser: Any, client: Client, tmp_path: Path):
     assert "Rows are numbers" in try_rows(browser, "a, b")
     assert "Row 1 has 3 numbers, expected 2" in try_rows(browser, "1, 2, 3")
     wait_for(lambda: "refused" in text(browser, "recent"))
-    first = "return document.querySelectorAll('#recent tr')[1].className"  # in one step: rows are made anew all the time
+    first = "return document.querySelectorAll('#recent tr')[1].className"
     assert "refused" in browser.execute_script(first)  # refused ones come first
     assert "ringing" not in browser.find_element("id", "alarm").get_attribute("class")
     table = tmp_path / "rows.csv"
