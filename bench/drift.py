@@ -46,7 +46,7 @@ from afield.tasks import TASKS
 from afield.tasks.corruptions import corrupt
 from bench.attach import hidden_of
 from bench.defaults import ROOT, fill, markdown
-from bench.detectors import load, load_net
+from bench.detector_sources import load, load_net
 
 RECORD, PAGE = ROOT / "results" / "drift.json", ROOT / "docs" / "drift.md"
 ALPHA, REFERENCE, HORIZON, CHANGE = 0.05, 500, 1500, (400, 600)
