@@ -212,7 +212,7 @@ class _Frame:
             await self._choose(scope, headers)(scope, receive, send_with_id)
         finally:
             seconds = time.perf_counter() - started
-            route: str = scope.get("afield.route") or getattr(scope.get("route"), "path", "other")
+            route = str(scope.get("afield.route") or getattr(scope.get("route"), "path", "other"))
             self.service.metrics.request(route, status, seconds)
             if self.tracer is not None:
                 tracing.record(self.tracer, scope, route=route, status=status, seconds=seconds)
