@@ -256,7 +256,14 @@ def slow_engine(seconds: float, identity: str = "slow") -> Engine:
 
 
 def test_a_full_queue_says_when_to_come_again():
-    with running([Source("m", lambda path: slow_engine(0.1))], max_queue=4, max_batch=1) as client:
+    gate = threading.Event()
+
+    def run(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        gate.wait(20)
+        return {"score": arrays["input"].sum(1)}
+
+    engine = dataclasses.replace(slow_engine(0), run=run)
+    with running([Source("m", lambda path: engine)], max_queue=4, max_batch=1) as client:
         found: list[tuple[int, Any, dict[str, str]]] = []
         body = tensor()
         callers = [
@@ -264,6 +271,8 @@ def test_a_full_queue_says_when_to_come_again():
         ]
         for caller in callers:
             caller.start()
+        wait_for(lambda: len(found) >= 6, 20)  # two threads hold one each, and four wait
+        gate.set()
         for caller in callers:
             caller.join()
         statuses = sorted(status for status, _, _ in found)
