@@ -8,7 +8,8 @@ but in some hundred small steps: they standardise, divide and look for overflow 
 three times what it costs NumPy. Here the constants are multiplied out beforehand. `m` and `s` are the moments of the
 coordinates z, where the geometry has them.
 
-Products are dot products row by row (`np.vecdot`), which never wait for another thread. Vectors that are so long or so
+Products are dot products row by row (`np.vecdot`), or of small matrices, neither of which ever waits for another
+thread. Vectors that are so long or so
 short that they need a closer look are left to the definition; so are batches, whose products take the time.
 
 An `OneRow` belongs to one state and does not change: whoever holds it reads one state, whatever goes on. `is_of` tells
