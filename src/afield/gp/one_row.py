@@ -9,8 +9,8 @@ three times what it costs NumPy. Here the constants are multiplied out beforehan
 coordinates z, where the geometry has them.
 
 Products are dot products row by row (`np.vecdot`), or of small matrices, neither of which ever waits for another
-thread. Vectors that are so long or so
-short that they need a closer look are left to the definition; so are batches, whose products take the time.
+thread. Vectors that are so long or so short that they need a closer look are left to the definition; so are batches,
+whose products take the time.
 
 An `OneRow` belongs to one state and does not change: whoever holds it reads one state, whatever goes on. `is_of` tells
 whether a head is in that state.
@@ -289,10 +289,9 @@ class _Classes:
             row(logits[None]),
             row(numbers[:1]),
             row(probs[None]),
-            None,
-            h,
-            p_value,
-            None if joined is None else row(numbers[1:2]),
+            features=h,
+            p_value=p_value,
+            joined=None if joined is None else row(numbers[1:2]),
             num_reference=torch.tensor([count]) if self._spans else count,
             **self._known,
         )
