@@ -217,7 +217,7 @@ def test_copies_prepare_for_themselves(duplicate) -> None:
 def test_products_are_those_of_the_matrix_whatever_its_size(shape: tuple[int, int], dtype: torch.dtype) -> None:
     matrix, x = normal(*shape).to(dtype), normal(shape[1], number=1).to(dtype)
     found = torch.from_numpy(_product(matrix.numpy())(x.numpy()).reshape(-1))
-    torch.testing.assert_close(found, matrix @ x, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found, matrix @ x, rtol=1e-5, atol=1e-4)  # of sums of 640 terms
 
 
 def test_with_gradients_they_flow() -> None:
