@@ -178,7 +178,7 @@ def _open_saved(folder: Path, net: nn.Module | str | None) -> OpenedModel:
     model, index = saving.load_with_index(folder, make_network(net) if isinstance(net, str) else net)
     return OpenedModel(
         folder=folder,
-        kind=model.kind,
+        kind=index["kind"],
         model=model,
         predict=model.predict,
         identity=str(index["tensors"]["sha256"]),

@@ -77,8 +77,8 @@ class HeadState(nn.Module):
         # Of inputs with positions: how many of each input are in the reference, and sorted held-out scores of inputs.
         self.register_buffer("reference_draws", torch.ones((), dtype=torch.int64))
         self.register_buffer("input_reference", torch.zeros(0, dtype=torch.float64))
-        # Of several labels: sorted held-out doubts of each (n, K), and scale and amplitude of each (K, 2), in units of the
-        # head's own, where each has its own.
+        # Of several labels: sorted held-out doubts of each (n, K), and scale and amplitude of each (K, 2), in units of
+        # the head's own, where each has its own.
         self.register_buffer("label_reference", torch.zeros(0, self.out_features, dtype=torch.float64))
         self.register_buffer("label_scales", torch.zeros(0, 2, dtype=torch.float64))
         self.register_buffer("score_name", torch.zeros(0, dtype=torch.uint8))
@@ -155,7 +155,10 @@ class HeadState(nn.Module):
         """Switch p-values off until calibrated again."""
         self.reference, self.reference_spans = self.reference[:0].clone(), self.reference_spans[:0].clone()
         self.label_reference = self.label_reference[:0].clone()
-        self.input_reference, self.reference_draws = self.input_reference[:0].clone(), torch.ones_like(self.reference_draws)
+        self.input_reference, self.reference_draws = (
+            self.input_reference[:0].clone(),
+            torch.ones_like(self.reference_draws),
+        )
 
     def forget_score(self) -> None:
         """Switch p-values and the joined score off until calibrated again: their sources have changed."""

@@ -33,6 +33,7 @@ from afield.gp.head import GaussianProcessHead
 from afield.gp.likelihoods import LIKELIHOODS, Likelihood
 from afield.model.batches import Field, Inputs, split_batch
 from afield.model.evaluating import evaluating
+from afield.model.heads import for_each_head
 from afield.model.hidden import Hidden, Sample, check_target
 from afield.model.labels import calibrate_labels
 from afield.model.noise import balance_outputs
@@ -77,6 +78,7 @@ class Calibration:
         return 1 / (self.smallest_reference + 1)
 
 
+@for_each_head
 def calibrate(
     model: SNGP,
     loader: Iterable[Any],
@@ -137,8 +139,8 @@ def calibrate(
         raise ValueError(f"per_class=True needs classes to predict, got a {head.likelihood} head: leave it out.")
     if per_output and not LIKELIHOODS[head.likelihood].has_labels(head.out_features):
         raise ValueError(
-            f"per_output=True needs several labels, got a {head.likelihood} head with {head.out_features} outputs: leave it "
-            "out. Outputs of a regression have their own noise in any case."
+            f"per_output=True needs several labels, got a {head.likelihood} head with {head.out_features} outputs: leave "
+            "it out. Outputs of a regression have their own noise in any case."
         )
     if (score in FITTED) != (train is not None):
         raise ValueError(_ABOUT_TRAIN.format(score=score))

@@ -102,7 +102,8 @@ def balance_outputs(head: GaussianProcessHead, hidden: Tensor, target: Tensor, w
 
 def learn_input_noise(head: GaussianProcessHead, examples: Hidden) -> None:
     """Fit how the noise varies with the input, to a head that has observed these examples."""
-    assert head.noise_features is not None and head.noise_shape is not None
+    assert head.noise_features is not None
+    assert head.noise_shape is not None
     residuals = Residuals(head)
     head.factor()
     rows, step, kept = 0, 1, None
@@ -122,7 +123,7 @@ def learn_input_noise(head: GaussianProcessHead, examples: Hidden) -> None:
     kept = _gathered(kept, head)
     h, squares, weight = kept.split([head.in_features, head.out_features, 1], 1)
     psi = head.noise_features(h.to(head.noise_features.weight.dtype)).double()
-    weights, levels, _ = fit_log_variance(psi, squares, weight[:, 0])
+    weights, _, _ = fit_log_variance(psi, squares, weight[:, 0])
     g = psi @ weights.T
     center = (weight * g).sum(0) / weight.sum()
     span = torch.stack([(g - center).amin(0), (g - center).amax(0)])

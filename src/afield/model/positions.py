@@ -40,9 +40,7 @@ class ChannelsFirst(nn.Module):
         return self.head(x.movedim(1, -1)).movedim(-1, 1)
 
 
-def predict_positions(
-    head: GaussianProcessHead, h: Tensor, mask: Tensor | None = None, **options: Any
-) -> Prediction:
+def predict_positions(head: GaussianProcessHead, h: Tensor, mask: Tensor | None = None, **options: Any) -> Prediction:
     """The prediction for hidden vectors (N, *P, d): logits (N, K, *P), and where calibrated, what is said of inputs.
 
     mask     (N, *P): the positions that are no padding, or None
@@ -70,9 +68,7 @@ def mask_of(kwargs: Mapping[str, Any], shape: Iterable[int]) -> Tensor | None:
     return mask.bool() if isinstance(mask, Tensor) and mask.shape == tuple(shape) else None
 
 
-def draw(
-    valid: Tensor, keys: Sequence[int], count: int | None, *, exactly: bool = False
-) -> tuple[Tensor, Tensor]:
+def draw(valid: Tensor, keys: Sequence[int], count: int | None, *, exactly: bool = False) -> tuple[Tensor, Tensor]:
     """Positions of each input, where valid (N, *P), in an order that its key decides.
 
     Returns their numbers (M,) among all rows (N P,), and the numbers (M,) of the inputs that they belong to.

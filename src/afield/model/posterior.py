@@ -20,6 +20,7 @@ from afield.gp.likelihoods import LIKELIHOODS
 from afield.model.batches import Field, Inputs
 from afield.model.evaluating import evaluating
 from afield.model.fingerprint import Fingerprint, digest
+from afield.model.heads import for_each_head
 from afield.model.hidden import Hidden, Sample, adapt, check_order
 from afield.model.noise import Residuals, learn_input_noise
 from afield.model.positions import FITTED, IGNORED
@@ -28,6 +29,7 @@ from afield.model.sngp_model import SNGP
 from afield.model.targets import likelihood_from_targets, warn_of_kind
 
 
+@for_each_head
 def fit_posterior(
     model: SNGP,
     loader: Iterable[Any],

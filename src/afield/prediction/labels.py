@@ -82,7 +82,9 @@ def label_metrics(
         y, logits = target[:, k].to(each.logits.device).long(), each.adjusted_logits()[:, 0]
         both = 0 < int(y.sum()) < len(y)
         found[str(k)] = {
-            name: (auroc(logits[y == 0], logits[y == 1]) if both else float("nan")) if name == "auroc" else METRICS[name](each, y)
+            name: (auroc(logits[y == 0], logits[y == 1]) if both else float("nan"))
+            if name == "auroc"
+            else METRICS[name](each, y)
             for name in names
         }
     whole = torch.tensor([[own[name] for name in names] for own in found.values()], dtype=torch.float64)
@@ -94,5 +96,5 @@ def check_has_labels(prediction: "Prediction", what: str) -> None:
     if not prediction.has_labels or prediction.positions:
         raise ValueError(
             f'{what} takes predictions of several labels (likelihood="bernoulli", more than one output, one answer an input), '
-            f"got a {prediction.likelihood} prediction with logits {tuple(prediction.logits.shape)}. Positions: p.rows()."
+            f"got a {prediction.likelihood} prediction with logits {tuple(prediction.logits.shape)}."
         )

@@ -33,7 +33,18 @@ if TYPE_CHECKING:
     from afield.prediction.prediction import Prediction
 
 LARGEST_PART = 0.02
-_OF_ROWS = ("logits", "variance", "probs", "members", "features", "p_value", "label_p_value", "joined", "fitted", "noise")
+_OF_ROWS = (
+    "logits",
+    "variance",
+    "probs",
+    "members",
+    "features",
+    "p_value",
+    "label_p_value",
+    "joined",
+    "fitted",
+    "noise",
+)
 _OF_INPUTS = ("mask", "input_score", "input_p_value")
 
 
@@ -57,7 +68,9 @@ def from_rows(rows: "Prediction", inputs: int, positions: tuple[int, ...], **fie
     """The inverse of `to_rows`; `fields` are those of inputs."""
     shape = (inputs, *positions)
     found = {n: t for n in _OF_ROWS if isinstance(t := getattr(rows, n), Tensor)}
-    return dataclasses.replace(rows, **{n: unflatten(t, shape, int(n == "members")) for n, t in found.items()}, **fields)
+    return dataclasses.replace(
+        rows, **{n: unflatten(t, shape, int(n == "members")) for n, t in found.items()}, **fields
+    )
 
 
 def unflatten(values: Tensor, shape: tuple[int, ...], batch: int = 0) -> Tensor:

@@ -109,7 +109,9 @@ def _engine(
     calibrated = head is not None and head.calibrated
     likelihood = LIKELIHOODS["categorical" if head is None else head.likelihood]
     if head is not None and likelihood.has_labels(head.out_features):
-        raise ValueError("The service answers with one class a row, and this model has several labels: use model.predict.")
+        raise ValueError(
+            "The service answers with one class a row, and this model has several labels: use model.predict."
+        )
     count = -1 if head is None else likelihood.num_classes(head.out_features) if likelihood.of_classes else 0
     columns = ["label", "probabilities"] if likelihood.of_classes else ["mean", "std"]
     columns += ["variance"] * (head is not None) + ["score"] + ["p_value", "accepted"] * calibrated

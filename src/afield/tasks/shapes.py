@@ -119,5 +119,7 @@ def _draw_one(side: int, generator: torch.Generator, foreign: str | None) -> tup
     return 2 * x - 1, torch.where(mask, 0, y), mask
 
 
-_SMALL = Settings(epochs=12, batch_size=16, learning_rate=2e-3, optimizer="adam", weight_decay=0.0, bound=6.0, warmup=0.1)
+_SMALL = Settings(
+    epochs=12, batch_size=16, learning_rate=2e-3, optimizer="adam", weight_decay=0.0, bound=6.0, warmup=0.1
+)
 RECIPE = Recipe(shapes, presets(_SMALL, smoke=replace(_SMALL, epochs=2), paper=replace(_SMALL, epochs=30)))
