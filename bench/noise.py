@@ -1,11 +1,11 @@
 """Noise of regression that is not one number: how intervals follow it, and how outputs of different scales are covered.
 
-    python -m bench.noise          five seeds in a few minutes; writes results/noise.json, which docs/outputs.md quotes
+    python -m bench.noise          three seeds in a few minutes; writes results/noise.json, which docs/outputs.md quotes
 
 Varying: y = sin 2x + (.1 + .5 |x|) e, x uniform on (-3, 3), e standard normal; 1,500 examples to train on, 500 to
 calibrate, 6,000 to test. A network of two hidden layers is trained by its squared error, then attached; or converted
-with `afield.sngp` and trained. `truth` knows the mean and the noise. Coverage is that of central 90% intervals, by sixth
-of |x|.
+with `afield.sngp` and trained. `truth` knows the mean and the noise. Coverage is that of central 90% intervals, by
+sixth of |x|.
 
 Scales: three linear outputs in units of 1, 10 and 1000, each with noise of half its unit.
 """
@@ -25,7 +25,7 @@ from afield.decide.conformal import prediction_intervals
 from bench.defaults import ROOT
 
 RECORD = ROOT / "results" / "noise.json"
-SEEDS = 5
+SEEDS = 3
 SCALES = torch.tensor([1.0, 10.0, 1000.0])
 Data = tuple[Tensor, Tensor]
 

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import afield
-from afield.model.heads import Heads
 from afield.model.posterior import update
+from afield.model.sngp_model import Heads
 
 LIKELIHOODS = {"color": "categorical", "shape": "bernoulli", "size": "gaussian"}
 

@@ -28,7 +28,7 @@ from afield.methods import METHODS
 from afield.methods.mixture import unit_scales
 from afield.model import saving
 from afield.model.files import read_tensors
-from afield.model.sngp_model import SNGP
+from afield.model.sngp_model import SNGP, Heads
 from afield.prediction.prediction import Prediction
 from afield.tasks import TASKS, Task
 
@@ -85,13 +85,14 @@ class OpenedModel:
         return self.model
 
 
-def load(path: str | os.PathLike[str], net: nn.Module | str | None = None) -> SNGP:
-    """The model of a folder that `afield.save` wrote, or of a run folder.
+def load(path: str | os.PathLike[str], net: nn.Module | str | None = None) -> Any:
+    """The model of a folder that `afield.save` wrote, an `SNGP` or `Heads`, or of a run folder.
 
     net  for a folder of `afield.save`: the network, whose own weights do not matter, or "module:function", which names
          a function that makes it. A run folder needs none.
     """
-    return open_model(path, net).as_sngp("afield.load")
+    opened = open_model(path, net)
+    return opened.model if isinstance(opened.model, Heads) else opened.as_sngp("afield.load")
 
 
 def open_model(path: str | os.PathLike[str], net: nn.Module | str | None = None) -> OpenedModel:
@@ -157,11 +158,15 @@ def make_network(name: str) -> nn.Module:
 def restore_model(config: Config, task: Task, weights: Path) -> nn.Module:
     """The trained model of a config, from the file of its weights, in evaluation mode.
 
-    The weights may be those of the method that it is trained as: its scales are then 1.
+    The weights may be those of the method that it is trained as: its scales are then 1, or there is no posterior yet.
     """
-    model = METHODS[config.method].build(task.backbone, task.num_outputs, config.settings)
+    method = METHODS[config.method]
+    model = method.build(task.backbone, task.num_outputs, config.settings)
     try:
-        model.load_state_dict(unit_scales(model) | read_tensors(run_folder.read_file(weights)))
+        tensors = read_tensors(run_folder.read_file(weights))
+        if method.take_over is not None and not tensors.keys() >= model.state_dict().keys():
+            tensors = method.take_over(model, tensors)
+        model.load_state_dict(unit_scales(model) | tensors)
     except DamagedModel:
         raise
     except (ValueError, RuntimeError) as error:

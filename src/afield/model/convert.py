@@ -18,11 +18,10 @@ from afield.bounds.spectral import BOUNDABLE, bound, boundable
 from afield.gp.head import GaussianProcessHead
 from afield.gp.likelihoods import LIKELIHOODS, UNDECIDED
 from afield.gp.variance_features import FOR_NUMBERS, FOR_VARIANCE
-from afield.model.heads import Heads, convert_each
 from afield.model.layers import layers_of, replace_layer, type_name, unwrapped
 from afield.model.output_check import check_example
-from afield.model.positions import ChannelsFirst
-from afield.model.sngp_model import SNGP
+from afield.model.sngp_model import SNGP, Heads, convert_each
+from afield.outputs.positions import ChannelsFirst
 
 Several = list[str] | tuple[str, ...]
 BoundRules = float | Mapping[str | type[nn.Module], float | None] | None
@@ -131,7 +130,7 @@ def sngp(
              and a layer without an entry stays unbounded. {**DEFAULT_BOUNDS, "stem": None} changes the default.
              BatchNorm's scale is bounded only where the mapping says so.
     output   the name of the Linear that makes the logits; found by itself when it is the last one registered. A list of
-             names makes `model.heads.Heads`; an option may then be a mapping with a value for each
+             names makes `model.sngp_model.Heads`; an option may then be a mapping with a value for each
     freeze   train only the output weights, for `afield.fit_head` on a trained network
     example  a batch, as a loader gives it: the network runs on it once, and it is an error if it returns something
              else than the logits of its output layer. Without one `afield.fit_posterior` looks at its first batch

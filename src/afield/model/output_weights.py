@@ -26,13 +26,12 @@ from afield.gp.likelihoods import LIKELIHOODS, Likelihood
 from afield.gp.precision import add_products
 from afield.model.batches import Field, Inputs
 from afield.model.evaluating import evaluating
-from afield.model.heads import for_each_head
 from afield.model.hidden import Hidden, Sample, adapt, check_target
-from afield.model.noise import noise_variance
-from afield.model.positions import FITTED, IGNORED
 from afield.model.progress import track
-from afield.model.sngp_model import SNGP
+from afield.model.sngp_model import SNGP, for_each_head
 from afield.model.targets import warn_of_kind
+from afield.outputs.noise import noise_variance
+from afield.outputs.positions import IGNORED, OBSERVED
 
 _MOST_ITERATIONS = 200
 
@@ -113,7 +112,7 @@ def fit_head(
     inputs: Inputs = None,
     weights: Tensor | None = None,
     tolerance: float = 1e-4,
-    num_positions: int | None = FITTED,
+    num_positions: int | None = OBSERVED,
     ignore_index: int = IGNORED,
     progress: bool | None = None,
 ) -> HeadFit:
@@ -147,7 +146,7 @@ def fit_head(
         if twice:
             adapt(head.random_features, examples)
         phis, targets, of_examples = [], [], []
-        for h, y, weight, _ in examples:
+        for h, y, weight in examples:
             if y is None:
                 raise examples.without_target("fit_head")
             phis.append(head.features(h))

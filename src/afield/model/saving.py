@@ -34,9 +34,8 @@ from afield.model import convert
 from afield.model.class_changes import change_outputs
 from afield.model.files import hash_json, read_tensors, sweep, sweep_temporary, tensor_shapes, write_file
 from afield.model.fingerprint import from_digest
-from afield.model.heads import Heads, join, parts_of
 from afield.model.layers import layers_of
-from afield.model.sngp_model import CHANGED, REFIT, SNGP
+from afield.model.sngp_model import CHANGED, REFIT, SNGP, Heads, join, parts_of
 from afield.version import __version__
 
 FORMAT = 3

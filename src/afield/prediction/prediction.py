@@ -35,8 +35,8 @@ class Prediction:
     label_p_value (N, K) of each label, that it is as doubtful in-domain, or None
     joined    (N,)       the joined score, of a calibrated classifier, or None
     fitted    (N,)       the fitted score that `afield.calibrate` was told to rest p-values on, or None
-    noise                variance of the observation noise (gaussian): a number for all, (N, K) by output, or where outputs
-                         err together (N, K, K); or None
+    noise                variance of the observation noise (gaussian): a number for all, (N, K) by output, or where
+                         outputs err together (N, K, K); or None
     smallest_p_value     the smallest p-value that every row can have, 1 / (reference rows + 1), of the smallest
                          reference where there is one by class; None until calibrated
     num_reference        reference rows behind the p-values, (N,) where they go by class; None until calibrated, and for
@@ -233,8 +233,8 @@ class Prediction:
         if n is None:
             raise ValueError(
                 "delta needs p-values of one reference, and these have several, or one that is not known (an "
-                "ensemble's are twice the mean of its members'), or one of positions, which are not exchangeable. Leave "
-                "delta out: at most alpha on average; of inputs with positions, use accept_inputs."
+                "ensemble's are twice the mean of its members'), or one of positions, which are not exchangeable. "
+                "Leave delta out: at most alpha on average; of inputs with positions, use accept_inputs."
             )
         sizes = {n} if isinstance(n, int) else set(n.unique().tolist())
         if self.smallest_p_value is not None:

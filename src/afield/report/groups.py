@@ -130,9 +130,9 @@ class GroupPredictions:
 
 
 def read_predictions(group: Group) -> GroupPredictions | None:
-    """Read them from the folder anew, so that no other parts stay in memory; None without predictions."""
+    """Read them from the folder anew, so that no other parts stay in memory; None without predictions of inputs."""
     run = run_folder.read(group.runs[0].folder)
-    if not (run.folder / run_folder.PREDICTIONS).is_file():
+    if not (run.folder / run_folder.PREDICTIONS).is_file() or "test" not in run.parts:
         return None
     ood = [part for part in run.parts if part.startswith("ood/")]
     names = ["test/y", "grid/x", "train/x", "train/y", "test/features", "test/rows"]

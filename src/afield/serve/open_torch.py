@@ -17,6 +17,7 @@ from afield.experiment.model_folder import is_saved, open_model
 from afield.gp.likelihoods import LIKELIHOODS
 from afield.model.saving import read_index
 from afield.model.sngp_model import SNGP
+from afield.prediction.positions import refuse_positions
 from afield.prediction.prediction import Prediction, likelihood_of
 from afield.serve.engine import DATATYPES, TEXT, Arrays, BadInput, Engine, TensorSpec, name_labels, narrow
 
@@ -163,6 +164,7 @@ def _predict(predict: Predict, arrays: Arrays) -> Prediction:
 
 
 def _answers(p: Prediction, alpha: float | None, labels: tuple[str, ...]) -> Arrays:
+    refuse_positions(p, "The service")
     answers: Arrays = {}
     if p.probs is not None:
         answers["label"] = name_labels(p.labels.numpy(), labels)
