@@ -1,6 +1,6 @@
-"""Noise of regression that is not one number: how intervals follow it, and how outputs of different scales are covered.
+"""Noise of regression that is not one number: how intervals follow it, and outputs of several scales.
 
-    python -m bench.noise          three seeds in a few minutes; runs what results/noise.json lacks; docs/outputs.md quotes it
+    python -m bench.noise          three seeds; runs what results/noise.json lacks; docs/outputs.md quotes it
 
 Varying: y = sin 2x + (.1 + .5 |x|) e, x uniform on (-3, 3), e standard normal; 1,500 examples to train on, 500 to
 calibrate, 6,000 to test. A network of two hidden layers is trained by its squared error, then attached; or converted

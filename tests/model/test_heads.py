@@ -98,6 +98,7 @@ def test_an_attached_head_is_what_it_would_be_alone() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.net(x)["size"]  # type: ignore[no-any-return]
 
+    network()  # trained, once: that draws numbers
     torch.manual_seed(3)
     together = afield.attach(network(), output=["size"], likelihood="gaussian", num_random_features=32)
     torch.manual_seed(3)
