@@ -1,10 +1,11 @@
-"""Noise of regression that is not one number: how intervals follow it, and how outputs of different scales are covered.
+"""Noise of regression that is not one number: how intervals follow it, and outputs of several scales.
 
-    python -m bench.noise          five seeds in a few minutes; writes results/noise.json, which docs/outputs.md quotes
+    python -m bench.noise          three seeds; runs what results/noise.json lacks; docs/outputs.md quotes it
 
 Varying: y = sin 2x + (.1 + .5 |x|) e, x uniform on (-3, 3), e standard normal; 1,500 examples to train on, 500 to
 calibrate, 6,000 to test. A network of two hidden layers is trained by its squared error, then attached; or converted
-with `afield.sngp` and trained. `truth` knows the mean and the noise. Coverage is that of central 90% intervals, by sixth of |x|.
+with `afield.sngp` and trained. `truth` knows the mean and the noise. Coverage is that of central 90% intervals, by
+sixth of |x|.
 
 Scales: three linear outputs in units of 1, 10 and 1000, each with noise of half its unit.
 """
@@ -24,7 +25,7 @@ from afield.decide.conformal import prediction_intervals
 from bench.defaults import ROOT
 
 RECORD = ROOT / "results" / "noise.json"
-SEEDS = 5
+SEEDS = 3
 SCALES = torch.tensor([1.0, 10.0, 1000.0])
 Data = tuple[Tensor, Tensor]
 
@@ -123,16 +124,18 @@ def of_scales(how: str, noise: str, seed: int) -> dict[str, float]:
 
 def main() -> None:
     torch.set_num_threads(1)
-    record: dict[str, Any] = {
-        "command": "python -m bench.noise",
-        "afield": afield.__version__,
-        "torch": torch.__version__,
-    }
-    plan = [("varying", of_varying, how, noise) for how in ("attach", "sngp") for noise in ("output", "input")]
-    plan += [("scales", of_scales, how, "output") for how in ("attach", "sngp")]
+    record: dict[str, Any] = (
+        json.loads(RECORD.read_text()) if RECORD.is_file() else {"command": "python -m bench.noise"}
+    )
+    record |= {"afield": afield.__version__, "torch": torch.__version__}
+    plan = [("varying", of_varying, "attach", noise) for noise in ("output", "input")]
+    plan += [("scales", of_scales, "attach", "output"), ("varying", of_varying, "sngp", "input")]
+    plan += [("scales", of_scales, "sngp", "output"), ("varying", of_varying, "sngp", "output")]
     for name, measure, how, noise in plan:
-        seeds = [measure(how, noise, seed) for seed in range(SEEDS)]
         own = record.setdefault(name, {}).setdefault(how, {})
+        if noise in own:
+            continue
+        seeds = [measure(how, noise, seed) for seed in range(SEEDS)]
         own[noise] = {
             "mean": {key: mean(found[key] for found in seeds) for key in seeds[0]},
             "least": {key: min(found[key] for found in seeds) for key in seeds[0]},
@@ -140,7 +143,7 @@ def main() -> None:
         }
         assert all(math.isfinite(value) for found in seeds for value in found.values())
         print(name, how, noise, {key: round(value, 3) for key, value in own[noise]["mean"].items()}, flush=True)
-    RECORD.write_text(json.dumps(record, indent=1) + "\n")
+        RECORD.write_text(json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":

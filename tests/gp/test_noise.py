@@ -1,4 +1,4 @@
-"""The shape of the noise: its fit is the minimum of a convex problem, its covariance that of the model it stands for."""
+"""The shape of the noise: its fit is the minimum of a convex problem, its covariance that of the model."""
 
 import pytest
 import torch

@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import afield
 from afield.errors import WrongOutput
-from afield.model import positions
 from afield.model.posterior import downdate, update
+from afield.outputs import positions
 
 
 def seed(number: int = 0) -> torch.Generator:

@@ -32,8 +32,8 @@ from afield.gp.likelihoods import LIKELIHOODS
 from afield.model.batches import Field, split_batch
 from afield.model.batches import Inputs as Fields
 from afield.model.layers import replace_layer
-from afield.model.positions import mask_of
 from afield.model.sngp_model import SNGP
+from afield.outputs.positions import mask_of
 from afield.prediction.p_values import class_p_value, conformal_p_value, fewest_rows, predicted_class
 from afield.prediction.positions import input_score, unflatten
 from afield.prediction.prediction import Prediction

@@ -28,7 +28,7 @@ from afield.methods import METHODS
 from afield.methods.mixture import unit_scales
 from afield.model import saving
 from afield.model.files import read_tensors
-from afield.model.sngp_model import SNGP
+from afield.model.sngp_model import SNGP, Heads
 from afield.prediction.prediction import Prediction
 from afield.tasks import TASKS, Task
 
@@ -85,13 +85,14 @@ class OpenedModel:
         return self.model
 
 
-def load(path: str | os.PathLike[str], net: nn.Module | str | None = None) -> SNGP:
-    """The model of a folder that `afield.save` wrote, or of a run folder.
+def load(path: str | os.PathLike[str], net: nn.Module | str | None = None) -> Any:
+    """The model of a folder that `afield.save` wrote, an `SNGP` or `Heads`, or of a run folder.
 
     net  for a folder of `afield.save`: the network, whose own weights do not matter, or "module:function", which names
          a function that makes it. A run folder needs none.
     """
-    return open_model(path, net).as_sngp("afield.load")
+    opened = open_model(path, net)
+    return opened.model if isinstance(opened.model, Heads) else opened.as_sngp("afield.load")
 
 
 def open_model(path: str | os.PathLike[str], net: nn.Module | str | None = None) -> OpenedModel:
@@ -182,7 +183,7 @@ def _open_saved(folder: Path, net: nn.Module | str | None) -> OpenedModel:
     model, index = saving.load_with_index(folder, make_network(net) if isinstance(net, str) else net)
     return OpenedModel(
         folder=folder,
-        kind=model.kind,
+        kind=index["kind"],
         model=model,
         predict=model.predict,
         identity=str(index["tensors"]["sha256"]),

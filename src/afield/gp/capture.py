@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-_CAPTURED: ContextVar[list[Tensor] | None] = ContextVar("captured hidden vectors", default=None)
+_CAPTURED: ContextVar[tuple[nn.Module, list[Tensor]] | None] = ContextVar("captured hidden vectors", default=None)
 
 
 class Tap(nn.Module):
@@ -44,7 +44,11 @@ def hidden_vectors(net: nn.Module, output: str, args: Sequence[Any], kwargs: Map
 def handed_over(layer: nn.Module, h: Tensor, out_features: int) -> Tensor | None:
     """Zeros (..., K) in place of logits if the hidden vectors h (..., d) are wanted; None otherwise."""
     dynamo = torch.compiler.is_dynamo_compiling()
-    captured = getattr(layer, "captured", None) if dynamo else _CAPTURED.get()
+    if dynamo:
+        captured = getattr(layer, "captured", None)
+    else:
+        wanted = _CAPTURED.get()  # of one head, where there are several
+        captured = wanted[1] if wanted is not None and wanted[0] is layer else None
     if captured is None:
         return None
     captured.append(h)
@@ -61,7 +65,7 @@ def _capturing(net: nn.Module, output: str) -> Iterator[list[Tensor]]:
         yield captured
         layer.captured = None  # type: ignore[assignment]
         return
-    token = _CAPTURED.set(captured)
+    token = _CAPTURED.set((net.get_submodule(output), captured))
     try:
         yield captured
     finally:

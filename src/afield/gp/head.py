@@ -57,8 +57,8 @@ class GaussianProcessHead(HeadState):
     mean                 a trained output layer to keep as f; there are then no output weights to train
     variance_features    "same" as the mean's, "own", or "auto": own for classification. A mapping has options of
                          `RandomFeatures` for own ones
-    noise                of a gaussian likelihood: "output", one variance an output; "full", a covariance of the outputs;
-                         "input", one that also varies with the input (`gp.noise`)
+    noise                of a gaussian likelihood: "output", one variance an output; "full", a covariance of the
+                         outputs; "input", one that also varies with the input (`gp.noise`)
     predictive           how the posterior makes probabilities: a name of `afield.predictive.PREDICTIVES`
     features             options of `RandomFeatures`: num_random_features, length_scale, kernel, orthogonal, geometry,
                          projection, generator. With `mean` they are those of the variance

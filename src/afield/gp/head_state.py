@@ -79,8 +79,8 @@ class HeadState(ExactBuffers):
         # Of inputs with positions: how many of each input are in the reference, and sorted held-out scores of inputs.
         self.register_buffer("reference_draws", torch.ones((), dtype=torch.int64))
         self.register_buffer("input_reference", torch.zeros(0, dtype=torch.float64))
-        # Of several labels: sorted held-out doubts of each (n, K), and scale and amplitude of each (K, 2), in units of the
-        # head's own, where each has its own.
+        # Of several labels: sorted held-out doubts of each (n, K), and scale and amplitude of each (K, 2), in units of
+        # the head's own, where each has its own.
         self.register_buffer("label_reference", torch.zeros(0, self.out_features, dtype=torch.float64))
         self.register_buffer("label_scales", torch.zeros(0, 2, dtype=torch.float64))
         self.register_buffer("score_name", torch.zeros(0, dtype=torch.uint8))

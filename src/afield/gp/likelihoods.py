@@ -43,8 +43,8 @@ class Likelihood:
     loss             (f, y) -> -log p(y | f) (N,), up to a constant of y; a gaussian's in units of its noise variance
     curvature        f -> the diagonal (N, K) of the Hessian of the loss
     hessian          f -> the function u -> H u, for u (N, K)
-    predictive_loss  (m, v, noise, y) -> -log E[p(y | g)] (N,) for outputs g ~ N(m, v), as the default predictive has it;
-                     noise is one variance for all, or (N, K)
+    predictive_loss  (m, v, noise, y) -> -log E[p(y | g)] (N,) for outputs g ~ N(m, v), as the default predictive has
+                     it; noise is one variance for all, or (N, K)
     check_targets    (y, K) -> targets in the form above, or an error
     num_classes      K -> number of classes; 0 where targets are numbers
     outputs          how many there may be
@@ -196,8 +196,9 @@ def _check_labels(y: Tensor, outputs: int) -> Tensor:
         return _check_classes(lambda outputs: 2)(y, outputs)
     if y.dim() != 2 or y.shape[1] != outputs:
         raise ValueError(
-            f"The model has {outputs} labels, each of which applies or not: targets must have shape (N, {outputs}), got "
-            f'{tuple(y.shape)}. For classes, one of which applies, convert the network with likelihood="categorical".'
+            f"The model has {outputs} labels, each of which applies or not: targets must have shape (N, {outputs}), "
+            f"got {tuple(y.shape)}. "
+            'For classes, one of which applies, convert the network with likelihood="categorical".'
         )
     good = ((y == 0) | (y == 1)).all(1)
     if not bool(good.all()):

@@ -11,8 +11,8 @@ larger. One factor of the precision then serves all outputs, and the posterior c
     full      any                     R                             their covariance
     input     diagonal                R diag(exp g_1(h), ...)       their squares, as they vary with h
 
-g_k(h) = psi(h)^T c_k, centred on the training data, over random features of the standardised hidden vector. With squared
-residuals e_i^2 of a Gaussian with mean zero,
+g_k(h) = psi(h)^T c_k, centred on the training data, over random features of the standardised hidden vector. With
+squared residuals e_i^2 of a Gaussian with mean zero,
 
     min over c    sum_i w_i (g_i + e_i^2 exp(-g_i)) / 2  +  t |c|^2 / 2
 
@@ -148,7 +148,8 @@ def noise_shape(kind: str, likelihood: str, outputs: int) -> NoiseShape | None:
     if not LIKELIHOODS[likelihood].noisy:
         if kind != NOISES[0]:
             raise ValueError(
-                f'noise={kind!r} is of numbers with Gaussian noise, got a {likelihood} head: give likelihood="gaussian", '
+                f"noise={kind!r} is of numbers with Gaussian noise, got a {likelihood} head: give "
+                'likelihood="gaussian", '
                 "or leave noise out."
             )
         return None

@@ -34,12 +34,12 @@ from afield.gp.likelihoods import LIKELIHOODS, Likelihood
 from afield.model.batches import Field, Inputs, split_batch
 from afield.model.evaluating import evaluating
 from afield.model.hidden import Hidden, Sample, check_target
-from afield.model.labels import calibrate_labels
-from afield.model.noise import balance_outputs
-from afield.model.positions import CALIBRATED, IGNORED, OBSERVED, keys_of, mask_of, predict_positions
 from afield.model.progress import track
-from afield.model.sngp_model import SNGP
+from afield.model.sngp_model import SNGP, for_each_head
 from afield.model.targets import other_kind, warn_of_kind
+from afield.outputs.labels import calibrate_labels
+from afield.outputs.noise import balance_outputs
+from afield.outputs.positions import CALIBRATED, IGNORED, OBSERVED, keys_of, mask_of, predict_positions
 from afield.prediction.distance_scores import FITTED
 from afield.prediction.fitted_score import Constants
 from afield.prediction.labels import doubts
@@ -77,6 +77,7 @@ class Calibration:
         return 1 / (self.smallest_reference + 1)
 
 
+@for_each_head
 def calibrate(
     model: SNGP,
     loader: Iterable[Any],
@@ -137,8 +138,8 @@ def calibrate(
         raise ValueError(f"per_class=True needs classes to predict, got a {head.likelihood} head: leave it out.")
     if per_output and not LIKELIHOODS[head.likelihood].has_labels(head.out_features):
         raise ValueError(
-            f"per_output=True needs several labels, got a {head.likelihood} head with {head.out_features} outputs: leave it "
-            "out. Outputs of a regression have their own noise in any case."
+            f"per_output=True needs several labels, got a {head.likelihood} head with {head.out_features} outputs: "
+            "leave it out. Outputs of a regression have their own noise in any case."
         )
     if (score in FITTED) != (train is not None):
         raise ValueError(_ABOUT_TRAIN.format(score=score))

@@ -9,7 +9,7 @@ import fnmatch
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import nn
@@ -20,9 +20,10 @@ from afield.gp.likelihoods import LIKELIHOODS, UNDECIDED
 from afield.gp.variance_features import FOR_NUMBERS, FOR_VARIANCE
 from afield.model.layers import layers_of, replace_layer, type_name, unwrapped
 from afield.model.output_check import check_example
-from afield.model.positions import ChannelsFirst
-from afield.model.sngp_model import SNGP
+from afield.model.sngp_model import SNGP, Heads, convert_each
+from afield.outputs.positions import ChannelsFirst
 
+Several = list[str] | tuple[str, ...]
 BoundRules = float | Mapping[str | type[nn.Module], float | None] | None
 DEFAULT_BOUNDS: Mapping[str | type[nn.Module], float | None] = MappingProxyType(
     {nn.Linear: 0.95, nn.MultiheadAttention: 0.95, nn.Conv1d: 6.0, nn.Conv2d: 6.0, nn.Conv3d: 6.0}
@@ -88,15 +89,39 @@ def kind_of(layer: nn.Module) -> OutputLayer | None:
     return found if found is not None and found.fits(layer) else None
 
 
+@overload
 def sngp(
     net: nn.Module,
-    bound: BoundRules = DEFAULT_BOUNDS,
+    bound: BoundRules = ...,
     *,
     output: str | None = None,
     freeze: bool = False,
     example: Any = None,
     **head: Any,
-) -> SNGP:
+) -> SNGP: ...
+
+
+@overload
+def sngp(
+    net: nn.Module,
+    bound: BoundRules = ...,
+    *,
+    output: Several,
+    freeze: bool = False,
+    example: Any = None,
+    **head: Any,
+) -> Heads: ...
+
+
+def sngp(
+    net: nn.Module,
+    bound: BoundRules = DEFAULT_BOUNDS,
+    *,
+    output: str | Several | None = None,
+    freeze: bool = False,
+    example: Any = None,
+    **head: Any,
+) -> SNGP | Heads:
     """A copy of `net` with bounded hidden layers and a Gaussian-process output layer; `net` is not touched.
 
     bound    0.95 for Linear and attention projections and 6 for convolutions, unless given; a number for all of them;
@@ -104,7 +129,8 @@ def sngp(
              {nn.Conv2d: 3.0, "fc*": 0.95}. A name pattern goes before a type, an earlier entry before a later one,
              and a layer without an entry stays unbounded. {**DEFAULT_BOUNDS, "stem": None} changes the default.
              BatchNorm's scale is bounded only where the mapping says so.
-    output   the name of the Linear that makes the logits; found by itself when it is the last one registered
+    output   the name of the Linear that makes the logits; found by itself when it is the last one registered. A list of
+             names makes `model.sngp_model.Heads`; an option may then be a mapping with a value for each
     freeze   train only the output weights, for `afield.fit_head` on a trained network
     example  a batch, as a loader gives it: the network runs on it once, and it is an error if it returns something
              else than the logits of its output layer. Without one `afield.fit_posterior` looks at its first batch
@@ -113,6 +139,10 @@ def sngp(
 
     A converted model comes back as a copy of itself.
     """
+    if output is not None and not isinstance(output, str):
+        return convert_each(
+            sngp, net, output, {"bound": None}, {"bound": bound, "freeze": freeze, "example": example, **head}
+        )
     settings = {"bound": _bound_settings(bound), "output": output, "freeze": freeze, "head": _plain_options(head)}
     if isinstance(net, SNGP):
         default = {"bound": _bound_settings(DEFAULT_BOUNDS), "output": None, "freeze": False, "head": {}}
@@ -129,7 +159,15 @@ def sngp(
     return _checked(SNGP(net, output, kind="sngp", settings=settings, reasons=reasons), example)
 
 
-def attach(net: nn.Module, *, output: str | None = None, example: Any = None, **head: Any) -> SNGP:
+@overload
+def attach(net: nn.Module, *, output: str | None = None, example: Any = None, **head: Any) -> SNGP: ...
+
+
+@overload
+def attach(net: nn.Module, *, output: Several, example: Any = None, **head: Any) -> Heads: ...
+
+
+def attach(net: nn.Module, *, output: str | Several | None = None, example: Any = None, **head: Any) -> SNGP | Heads:
     """A copy of a trained `net` that keeps its predictions and gains a variance over its last hidden layer.
 
     The dense output layer stays the posterior mean, so the most probable class never changes. The variance is over the
@@ -139,6 +177,8 @@ def attach(net: nn.Module, *, output: str | None = None, example: Any = None, **
     Options are those of `sngp`. One output may be a logit or a number: unless `likelihood` tells, the targets that
     `afield.fit_posterior` sees do.
     """
+    if output is not None and not isinstance(output, str):
+        return convert_each(attach, net, output, {}, {"example": example, **head})
     settings = {"output": output, "head": _plain_options(head)}
     if isinstance(net, SNGP):
         return _checked(_again(net, "attach", settings, {"output": None, "head": {}}), example)

@@ -13,13 +13,13 @@ from afield.gp.head import GaussianProcessHead
 from afield.gp.likelihoods import LIKELIHOODS
 from afield.gp.observing import check_finite
 from afield.gp.precision import check_weights
-from afield.model import positions
 from afield.model.batches import Field, Inputs, device_of, split_batch
 from afield.model.output_check import check_output
 from afield.model.progress import track
 from afield.model.ranks import several_ranks
 from afield.model.sngp_model import SNGP
 from afield.model.targets import check_inferred, other_kind
+from afield.outputs import positions
 
 _CACHE_BYTES = 2**30  # hidden vectors kept in memory between two looks at the data
 _SCALE_ROWS = 4096  # hidden vectors whose distances set the length scale

@@ -27,11 +27,11 @@ from afield.gp.precision import add_products
 from afield.model.batches import Field, Inputs
 from afield.model.evaluating import evaluating
 from afield.model.hidden import Hidden, Sample, adapt, check_target
-from afield.model.noise import noise_variance
-from afield.model.positions import IGNORED, OBSERVED
 from afield.model.progress import track
-from afield.model.sngp_model import SNGP
+from afield.model.sngp_model import SNGP, for_each_head
 from afield.model.targets import warn_of_kind
+from afield.outputs.noise import noise_variance
+from afield.outputs.positions import IGNORED, OBSERVED
 
 _MOST_ITERATIONS = 200
 
@@ -103,6 +103,7 @@ class _Problem:
         return nll.detach() + 0.5 * (self.penalty[:, None] * weights.square()).sum(), gradient
 
 
+@for_each_head
 def fit_head(
     model: SNGP,
     loader: Iterable[Any],
@@ -200,7 +201,7 @@ def _closed_form(problem: _Problem, tolerance: float) -> tuple[Tensor, int]:
 
 
 def _typical(squares: Tensor) -> float:
-    """The sum (K,) over the outputs in units in which all have one noise: the prior has the units of each (`gp.noise`)."""
+    """The sum (K,) over the outputs in units in which all have one noise, as the prior has them (`gp.noise`)."""
     least = 1e-24 * float(squares.max()) + 1e-300
     return len(squares) * float(squares.clamp_min(least).log().mean().exp())
 

@@ -21,13 +21,14 @@ from afield.model.batches import Field, Inputs
 from afield.model.evaluating import evaluating
 from afield.model.fingerprint import Fingerprint, digest
 from afield.model.hidden import Hidden, Sample, adapt, check_order
-from afield.model.noise import Residuals, learn_input_noise
-from afield.model.positions import IGNORED, OBSERVED
 from afield.model.ranks import explain_lost_ranks, several_ranks, shard_loader, share_statistics
-from afield.model.sngp_model import SNGP
+from afield.model.sngp_model import SNGP, for_each_head
 from afield.model.targets import likelihood_from_targets, warn_of_kind
+from afield.outputs.noise import Residuals, learn_input_noise
+from afield.outputs.positions import IGNORED, OBSERVED
 
 
+@for_each_head
 def fit_posterior(
     model: SNGP,
     loader: Iterable[Any],
@@ -59,8 +60,8 @@ def fit_posterior(
     ignore_index   the label of positions that are left out; so are those that an attention mask leaves out
     progress  show a progress bar; None shows it on a terminal
 
-    For a gaussian likelihood with targets in the batches, the noise is estimated from the residuals (`model.noise`). On the
-    first batch the network must return the logits of its output layer, which are the head's.
+    For a gaussian likelihood with targets in the batches, the noise is estimated from the residuals (`outputs.noise`).
+    On the first batch the network must return the logits of its output layer, which are the head's.
     """
     head = model.head
     if head.precision.momentum is not None and several_ranks():
@@ -87,7 +88,8 @@ def fit_posterior(
             model, part, weights=weights, keep=twice, fitting=True, progress=progress, sample=sample, **fields
         )
         _check_ranks_agree(model)
-        seen = _fit(draft, examples, fast)
+        _fit(draft, examples, fast)
+        seen = _num_inputs(examples)
         model.fingerprint = Fingerprint(model.net)
     warn_of_kind(examples.odd_targets)
     if not (sharded and several_ranks()):  # a rank's own part says nothing about the whole
@@ -95,20 +97,26 @@ def fit_posterior(
     return head.num_observed
 
 
-def _fit(head: GaussianProcessHead, examples: Hidden, fast: bool) -> int:
-    """Returns the number of inputs on all ranks."""
+def _num_inputs(examples: Hidden) -> int:
+    """Inputs that all ranks have seen: where they have positions, the posterior counts those."""
+    total = torch.tensor(examples.num_inputs, device=examples.device)
+    if several_ranks():
+        dist.all_reduce(total)
+    return int(total)
+
+
+def _fit(head: GaussianProcessHead, examples: Hidden, fast: bool) -> None:
     for features in head.unadapted():
         adapt(features, examples)
-    inputs = _observe(head, examples, fast)
+    _observe(head, examples, fast)
     if head.noise_features is not None:
         learn_input_noise(head, examples)
         head.precision.reset()
-        inputs = _observe(head, examples, fast)
-    return inputs
+        _observe(head, examples, fast)
 
 
-def _observe(head: GaussianProcessHead, examples: Hidden, fast: bool) -> int:
-    """Add all examples, of all ranks, and take the noise from their residuals; returns the number of inputs."""
+def _observe(head: GaussianProcessHead, examples: Hidden, fast: bool) -> None:
+    """Add all examples, of all ranks, and take the noise from their residuals."""
     residuals, noisy = Residuals(head), LIKELIHOODS[head.likelihood].noisy
     for h, target, weight in examples:
         head.observe(h, classes=_classes(head, target), weights=weight, fast=fast)
@@ -116,13 +124,11 @@ def _observe(head: GaussianProcessHead, examples: Hidden, fast: bool) -> int:
             residuals.add(h, target, weight)
     if examples.have_positions and head.noise_shape is not None and head.noise_shape.kind == "full":
         raise ValueError('noise="full" is of one answer an input, and this network answers at positions: use "output".')
-    residuals.inputs += examples.num_inputs
     _reduce(head)
     residuals.reduce()
     if not head.num_observed:
         raise ValueError("fit_posterior got an empty loader: there is nothing to fit the posterior to.")
     residuals.set_noise()
-    return int(residuals.inputs)
 
 
 def update(

@@ -37,7 +37,7 @@ from afield.model.evaluating import evaluating
 from afield.model.files import hash_json, read_tensors, sweep, sweep_temporary, tensor_shapes, write_file
 from afield.model.fingerprint import from_digest
 from afield.model.layers import layers_of
-from afield.model.sngp_model import CHANGED, REFIT, SNGP
+from afield.model.sngp_model import CHANGED, REFIT, SNGP, Heads, join, parts_of
 from afield.version import __version__
 
 FORMAT = 3
@@ -47,7 +47,7 @@ _TRIES = 200  # of a loader whose model is replaced while it reads
 
 
 def save(
-    model: SNGP,
+    model: SNGP | Heads,
     path: str | os.PathLike[str],
     *,
     metadata: dict[str, Any] | None = None,
@@ -61,15 +61,19 @@ def save(
                 shows those that are nearest to an input. `read_neighbours(path)` gives them back
     train       batches as for `afield.fit_posterior`
     """
-    if not isinstance(model, SNGP):
+    if not isinstance(model, SNGP | Heads):
         raise TypeError(
             f"afield.save expects a model made by afield.sngp or afield.attach, got {type(model).__name__}."
         )
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
-    if not model.is_fresh():
+    parts = parts_of(model)
+    first = parts[0]
+    if not all(part.is_fresh() for part in parts):
         warnings.warn(f"afield.save: {CHANGED} Its variance is of other weights. {REFIT}", StaleWarning, stacklevel=2)
-    with model.head.hold():
+    with contextlib.ExitStack() as held:
+        for part in parts:
+            held.enter_context(part.head.hold())
         # Tied tensors are written once for each name: safetensors refuses shared storage.
         tensors = {name: t.detach().cpu().contiguous().clone() for name, t in model.state_dict().items()}
     if neighbours and train is None:
@@ -85,13 +89,17 @@ def save(
         "format": FORMAT,
         "afield": __version__,
         "torch": torch.__version__,
-        "kind": model.kind,
-        "settings": model.settings | ({"bound": _bounds(model)} if model.kind == "sngp" else {}),
-        "in_features": model.head.in_features,
-        "out_features": model.head.out_features,
+        "kind": first.kind,
+        "settings": first.settings
+        | ({"bound": _bounds(first)} if first.kind == "sngp" else {})
+        | (
+            {"heads": {name: part.settings["head"] for name, part in model.items()}} if isinstance(model, Heads) else {}
+        ),
+        "in_features": first.head.in_features,
+        "out_features": first.head.out_features,
         "tensors": about,
         "neighbours": kept,
-        "fitted_with": None if model.fingerprint is None else model.fingerprint.digest,
+        "fitted_with": None if first.fingerprint is None else first.fingerprint.digest,
         "metadata": metadata or {},
     }
     index = json.loads(json.dumps(index, allow_nan=False))
@@ -106,12 +114,12 @@ def _named(kind: str, payload: bytes) -> tuple[dict[str, Any], bytes]:
     return {"file": f"{kind}-{digest[:16]}.safetensors", "bytes": len(payload), "sha256": digest}, payload
 
 
-def load(path: str | os.PathLike[str], net: nn.Module) -> SNGP:
+def load(path: str | os.PathLike[str], net: nn.Module) -> Any:
     """The model saved in a folder, on the architecture of `net`, whose own weights do not matter."""
     return load_with_index(path, net)[0]
 
 
-def load_with_index(path: str | os.PathLike[str], net: nn.Module) -> tuple[SNGP, dict[str, Any]]:
+def load_with_index(path: str | os.PathLike[str], net: nn.Module) -> tuple[Any, dict[str, Any]]:
     """The model, and the index that it was saved with."""
     folder = Path(path)
     index, payload = _read_whole(folder)
@@ -121,8 +129,9 @@ def load_with_index(path: str | os.PathLike[str], net: nn.Module) -> tuple[SNGP,
     except ValueError as error:
         raise DamagedModel(f"{folder / index['tensors']['file']} is damaged: {error}. Save the model again.") from error
     model = _rebuild(index, net)
-    for part in (model.head.chosen_score, model.head.noise_shape):
-        _take_buffers(model, part, tensors)
+    for head in (part.head for part in parts_of(model)):
+        for known in (head.chosen_score, head.noise_shape):
+            _take_buffers(model, known, tensors)
     expected, problems = model.state_dict(), []
     tensors = {name: t for name, t in expected.items() if name.endswith(ADDED_LATER)} | tensors
     for name in sorted(expected.keys() | tensors.keys()):
@@ -139,7 +148,8 @@ def load_with_index(path: str | os.PathLike[str], net: nn.Module) -> tuple[SNGP,
     except RuntimeError as error:
         raise DamagedModel(f"{folder} was saved from another network than {type(net).__name__}:\n{error}") from error
     if index.get("fitted_with"):
-        model.fingerprint = from_digest(index["fitted_with"])
+        for part in parts_of(model):
+            part.fingerprint = from_digest(index["fitted_with"])
     return model.eval(), index
 
 
@@ -151,7 +161,7 @@ def read_neighbours(path: str | os.PathLike[str]) -> dict[str, Tensor]:
     return {} if about is None else read_tensors(_read_tensor_file(folder, {"tensors": about}))
 
 
-def _take_buffers(model: SNGP, part: ChosenScore | NoiseShape | None, tensors: dict[str, Tensor]) -> None:
+def _take_buffers(model: nn.Module, part: ChosenScore | NoiseShape | None, tensors: dict[str, Tensor]) -> None:
     """Which constants a chosen score or the shape of the noise has, only the file knows."""
     if part is not None:
         prefix = next(name for name, module in model.named_modules() if module is part) + "."
@@ -345,9 +355,11 @@ def _check_sizes(index: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]
             raise ValueError(f"{INDEX} says {name} = {said}, the tensors say {held}")
 
 
-def _rebuild(index: dict[str, Any], net: nn.Module) -> SNGP:
+def _rebuild(index: dict[str, Any], net: nn.Module) -> SNGP | Heads:
     settings = index["settings"]
     try:
+        if heads := settings.get("heads"):
+            return _rebuild_heads(index, heads, net)
         if index["kind"] == "attach":
             model = convert.attach(net, output=settings["output"], **settings["head"])
         else:
@@ -362,7 +374,18 @@ def _rebuild(index: dict[str, Any], net: nn.Module) -> SNGP:
         raise DamagedModel(f"The saved model does not fit {type(net).__name__}: {error}") from error
 
 
-def _take_dtypes(model: SNGP, tensors: Mapping[str, Tensor]) -> None:
+def _rebuild_heads(index: dict[str, Any], heads: dict[str, dict[str, Any]], net: nn.Module) -> Heads:
+    made: dict[str, SNGP] = {}
+    for name, head in heads.items():
+        settings = index["settings"] | {"output": name, "head": head} | ({"bound": None} if made else {})
+        one = {key: value for key, value in settings.items() if key != "heads"}
+        part = _rebuild({"kind": index["kind"], "settings": one}, net)
+        assert isinstance(part, SNGP)
+        made[name], net = part, part.net
+    return join(made)
+
+
+def _take_dtypes(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """Give every parameter and buffer the dtype that it was saved with."""
     kinds = {tensors[name].dtype for name, p in model.named_parameters() if p.is_floating_point()}
     if len(kinds) == 1:
@@ -382,7 +405,7 @@ def _take_dtypes(model: SNGP, tensors: Mapping[str, Tensor]) -> None:
             module._buffers[leaf] = own.to(saved.dtype)
 
 
-def _check_loaded(model: SNGP, tensors: Mapping[str, Tensor]) -> None:
+def _check_loaded(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """What was read is what the model now holds, bit for bit."""
     for name, own in model.state_dict().items():
         saved = tensors[name]

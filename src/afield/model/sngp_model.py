@@ -1,13 +1,26 @@
-"""`SNGP`: a network whose output layer is a Gaussian process. `afield.sngp` and `afield.attach` make one."""
+"""`SNGP`: a network whose output layer is a Gaussian process; `Heads`: one with several.
+
+`afield.sngp` and `afield.attach` make them. Several heads share one body, and have a posterior each:
+
+    model = afield.sngp(net, output=["color", "shape"])       or afield.attach
+    afield.fit_posterior(model, train)                        batches (inputs, {"color": ..., "shape": ...})
+    model.predict(x)["color"]                                 a `Prediction` of each
+
+Each head is an `SNGP` of its own over the network that they share, `model["color"]`: what takes a model takes it, such
+as `afield.posterior.update`, `afield.export.export` or `sample`. Training changes the body of all, so that all are then
+fitted anew. A prediction runs the network once for each head.
+"""
 
 import contextlib
+import copy
 import dataclasses
+import functools
 import math
 import sys
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TextIO
+from typing import Any, Concatenate, ParamSpec, TextIO, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -16,18 +29,19 @@ from afield.bounds.spectral import bounds_of, operator_norm
 from afield.bounds.weight_cache import followed, kept_weights
 from afield.errors import Stale, StaleWarning
 from afield.gp.capture import hidden_vectors
-from afield.gp.draws import sample_functions
 from afield.gp.head import GaussianProcessHead
 from afield.model.batches import as_tensors, device_of, dtype_of, is_loader, split_batch
 from afield.model.evaluating import evaluating
 from afield.model.fingerprint import Fingerprint
 from afield.model.input_errors import clearer_error
 from afield.model.layers import layers_of, type_name
-from afield.model.positions import ChannelsFirst, mask_of, predict_positions
+from afield.outputs.draws import sample_functions
+from afield.outputs.positions import ChannelsFirst, mask_of, predict_positions
 from afield.prediction.positions import unflatten
 from afield.prediction.prediction import Prediction
 
 CHANGED = "The network has changed since its posterior was fitted (trained, loaded, or moved to another precision)."
+P, R = ParamSpec("P"), TypeVar("R")
 REFIT = "Call afield.fit_posterior, then afield.calibrate."
 
 
@@ -119,12 +133,11 @@ class SNGP(nn.Module):
                 "gradients=True expects inputs of real numbers that require them, got none: x.requires_grad_() before "
                 "predict. Whole numbers, such as token ids, have no gradient: give their embeddings."
             )
+        options: dict[str, Any] = {"predictive": predictive, "num_samples": num_samples, "generator": generator}
         if len(args) == 1 and not isinstance(args[0], Tensor) and is_loader(args[0]):
-            options = {"predictive": predictive, "num_samples": num_samples, "generator": generator}
             return self._predict_all(args[0], options, **kwargs)
         if len(args) == 1 and isinstance(args[0], Mapping):
             args, kwargs, _ = split_batch({**args[0], **kwargs}, device_of(self), net=self.net)
-        options: dict[str, Any] = {"predictive": predictive, "num_samples": num_samples, "generator": generator}
         graph = torch.enable_grad() if gradients else contextlib.nullcontext()
         with evaluating(self), graph, kept_weights(self.net):
             h = _without_infinity(self.hidden(*args, **kwargs), args or tuple(kwargs.values()))
@@ -135,7 +148,7 @@ class SNGP(nn.Module):
         if self.fingerprint is None or torch.compiler.is_compiling() or self.fingerprint.still_holds(self.net):
             return prediction
         warnings.warn(f"{CHANGED} The variance is of other weights, and p-values are off. {REFIT}", StaleWarning, 2)
-        off = dict.fromkeys(("p_value", "smallest_p_value", "num_reference", "input_p_value", "num_inputs"))
+        off: dict[str, Any] = dict.fromkeys(("p_value", "smallest_p_value", "num_reference", "input_p_value", "num_inputs"))
         return dataclasses.replace(prediction, **off)
 
     def sample(
@@ -235,3 +248,122 @@ def _without_infinity(h: Tensor, inputs: Sequence[Any]) -> Tensor:
         return h
     infinite = ~torch.isfinite(x).flatten(1).all(1)
     return h.masked_fill(infinite.reshape(-1, *[1] * (h.dim() - 1)), math.nan)
+
+
+class Heads(nn.Module):
+    """A network with several Gaussian-process output layers, by name. Calling it is calling the network."""
+
+    def __init__(self, net: nn.Module, parts: Mapping[str, SNGP]) -> None:
+        super().__init__()
+        self.net = net
+        self._parts = dict(parts)  # a dict: their network is this one's, and has its tensors once
+
+    def __getitem__(self, name: str) -> SNGP:
+        if name not in self._parts:
+            raise KeyError(f"{name!r} is not a head of this model. There are: {', '.join(self._parts)}.")
+        return self._parts[name]
+
+    def items(self) -> Iterable[tuple[str, SNGP]]:
+        return self._parts.items()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the network returns; its logits are the posterior means."""
+        return self.net(*args, **kwargs)
+
+    def predict(self, *args: Any, **kwargs: Any) -> dict[str, Prediction]:
+        """The `Prediction` of each head, by name; arguments are those of `SNGP.predict`."""
+        if len(args) == 1 and is_loader(args[0]) and not isinstance(args[0], Tensor | Sequence):
+            args = (list(args[0]),)  # it may be read only once
+        return {name: part.predict(*args, **kwargs) for name, part in self.items()}
+
+    def sample(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+        """Functions drawn from the posterior of each head; arguments are those of `SNGP.sample`."""
+        return {name: part.sample(*args, **kwargs) for name, part in self.items()}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Heads":
+        copies = {name: copy.deepcopy(part, memo) for name, part in self.items()}  # by the memo of one network
+        return Heads(next(iter(copies.values())).net, copies)
+
+
+def convert_each(
+    convert: Callable[..., SNGP],
+    net: nn.Module,
+    output: Sequence[str],
+    later: Mapping[str, Any],
+    options: dict[str, Any],
+) -> Heads:
+    """Convert one output layer after the other.
+
+    later    options that take the place of others after the first: the body is bounded once
+    options  a mapping from all the names has one for each head
+    """
+    names = list(output)
+    if len(set(names)) != len(names) or not names:
+        raise ValueError(f"output expects names of different layers, got {names}.")
+    made: list[SNGP] = []
+    for name in names:
+        own = {key: value[name] if _by_name(value, names) else value for key, value in options.items()}
+        made.append(convert(net, output=name, **own))
+        net, options = made[-1].net, options | dict(later)
+    return join(dict(zip(names, made, strict=True)))
+
+
+def join(made: Mapping[str, SNGP]) -> Heads:
+    """Of models each of which was converted from the network of the one before: the last has all heads."""
+    parts, first = list(made.values()), next(iter(made.values()))
+    net = parts[-1].net
+    return Heads(
+        net,
+        {
+            name: SNGP(net, part.output, kind=part.kind, settings=part.settings, reasons=first._reasons)
+            for name, part in made.items()
+        },
+    )
+
+
+def parts_of(model: "SNGP | Heads") -> list[SNGP]:
+    """The model of each head."""
+    return [part for _, part in model.items()] if isinstance(model, Heads) else [model]
+
+
+def _by_name(value: Any, names: list[str]) -> bool:
+    return isinstance(value, Mapping) and set(value) == set(names)
+
+
+def for_each_head(
+    function: Callable[Concatenate[SNGP, Iterable[Any], P], R],
+) -> Callable[Concatenate[Any, Iterable[Any], P], Any]:
+    """Let a function of a model and a loader take `Heads`: targets are then mappings by head; so is what it returns."""
+
+    @functools.wraps(function)
+    def of_each(model: Any, loader: Iterable[Any], *args: P.args, **kwargs: P.kwargs) -> Any:
+        if not isinstance(model, Heads):
+            return function(model, loader, *args, **kwargs)
+        batches = list(loader) if isinstance(loader, Iterator) else loader
+        return {name: function(part, _Part(batches, name), *args, **kwargs) for name, part in model.items()}
+
+    return of_each
+
+
+class _Part:
+    """The batches of a loader with the target of one head; it can be read as often as the loader."""
+
+    def __init__(self, loader: Iterable[Any], name: str) -> None:
+        self.loader, self.name = loader, name
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self.loader:
+            if isinstance(batch, tuple | list) and batch and isinstance(batch[-1], Mapping):
+                target = batch[-1]
+                if self.name not in target:
+                    raise ValueError(
+                        f"The targets have no {self.name!r}, which is a head: there are {', '.join(target)}."
+                    )
+                yield (*batch[:-1], target[self.name])
+            elif isinstance(batch, tuple | list) and len(batch) > 1:
+                raise ValueError(
+                    f"A model with several heads expects batches (inputs, targets by name), such as {{{self.name!r}: "
+                    f"tensor}}, got a target of type {type(batch[-1]).__name__}."
+                )
+            else:
+                yield batch

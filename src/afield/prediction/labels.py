@@ -1,8 +1,8 @@
 """Several labels of an input, each of which applies or not, whatever the others: K classifiers of two classes in one.
 
-A prediction of labels has logits (N, K) and probabilities (N, K) that they apply. `label(p, k)` is the prediction of one of
-them as that of one logit, with classes 0 and 1: metrics, policies, sets and scores of classes are those of it. Scores of
-an input are means over its labels; the variance is of all of them.
+A prediction of labels has logits (N, K) and probabilities (N, K) that they apply. `label(p, k)` is the prediction of
+one of them as that of one logit, with classes 0 and 1: metrics, policies, sets and scores of classes are those of it.
+Scores of an input are means over its labels; the variance is of all of them.
 
 Two p-values: that of the input rests on its score, and says whether it belongs here. That of a label compares its doubt
 
@@ -95,6 +95,6 @@ def check_has_labels(prediction: "Prediction", what: str) -> None:
     """An error unless the outputs are several labels."""
     if not prediction.has_labels or prediction.positions:
         raise ValueError(
-            f'{what} takes predictions of several labels (likelihood="bernoulli", more than one output, one answer an input), '
-            f"got a {prediction.likelihood} prediction with logits {tuple(prediction.logits.shape)}. Positions: p.rows()."
+            f'{what} takes predictions of several labels (likelihood="bernoulli", more than one output), '
+            f"got a {prediction.likelihood} prediction with logits {tuple(prediction.logits.shape)}."
         )

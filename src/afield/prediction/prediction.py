@@ -35,8 +35,8 @@ class Prediction:
     label_p_value (N, K) of each label, that it is as doubtful in-domain, or None
     joined    (N,)       the joined score, of a calibrated classifier, or None
     fitted    (N,)       the fitted score that `afield.calibrate` was told to rest p-values on, or None
-    noise                variance of the observation noise (gaussian): a number for all, (N, K) by output, (N, K, K) where
-                         that of the outputs is correlated; or None
+    noise                variance of the observation noise (gaussian): a number for all, (N, K) by output, or where
+                         outputs err together (N, K, K); or None
     smallest_p_value     the smallest p-value that every row can have, 1 / (reference rows + 1), of the smallest
                          reference where there is one by class; None until calibrated
     num_reference        reference rows behind the p-values, (N,) where they go by class; None until calibrated, and for
@@ -136,7 +136,10 @@ class Prediction:
 
     @property
     def labels(self) -> Tensor:
-        """The most probable class (N,), or which of several labels apply (N, K); read off the logits where shrinkage cannot change it, but may round to ties."""
+        """The most probable class (N,), or which of several labels apply (N, K).
+
+        Classes are read off the logits where shrinkage cannot change them, but may round to ties.
+        """
         probs = self._need("probs", "class labels")
         if self.has_labels:
             return (probs > 0.5).long()
@@ -177,7 +180,7 @@ class Prediction:
 
     @property
     def covariance(self) -> Tensor:
-        """Covariance of the target (N, K, K), epistemic and noise together: a gaussian's, whose outputs share a shape."""
+        """Covariance of the target (N, K, K), epistemic and noise together, of a gaussian prediction."""
         if not isinstance(self.noise, Tensor) or self.noise.dim() != 3 or self.positions:
             return torch.diag_embed(self.std.square())
         ratio = self._need("variance", "a covariance") / self.noise.diagonal(dim1=-2, dim2=-1)

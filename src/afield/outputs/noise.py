@@ -7,27 +7,36 @@ sums the precision as if all examples were alike, which tells how much of its ow
 square over 1 - (leverage) then enters a convex fit. In the second pass, examples count by the noise that was found.
 """
 
+from collections.abc import Iterator
+from typing import Protocol
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from afield.gp.head import GaussianProcessHead
+from afield.gp.likelihoods import LIKELIHOODS
 from afield.gp.noise import fit_log_variance
-from afield.model.hidden import Hidden, check_target
-from afield.model.ranks import several_ranks
 
 _PRIOR_ROWS = 20.0  # held-out examples that the training data's shares of the noise are worth
 _ROWS = 2**15  # examples whose squares the noise is fitted to: 256 weights need no more
 
 
+class Examples(Protocol):
+    """Batches of hidden vectors, targets and weights, which can be looked at again: `model.hidden.Hidden`."""
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor | None, Tensor | None]]: ...
+
+    def without_target(self, what: str) -> ValueError: ...
+
+
 class Residuals:
-    """Sums over examples: inputs, count, and w e e^T (K, K) of residuals in the units of the noise at their input."""
+    """Sums over examples: count, and w e e^T (K, K) of residuals in the units of the noise at their input."""
 
     def __init__(self, head: GaussianProcessHead) -> None:
         self.head, outputs = head, head.out_features
         self.squares = torch.zeros(outputs, outputs, dtype=torch.float64)
         self.count = torch.zeros((), dtype=torch.float64)
-        self.inputs = torch.zeros((), dtype=torch.float64)
 
     def add(self, h: Tensor, target: Tensor, weight: Tensor | None) -> None:
         residual, log_ratio = self.of(h, target), self.head.log_noise_ratio(h)
@@ -39,12 +48,13 @@ class Residuals:
 
     def of(self, h: Tensor, target: Tensor) -> Tensor:
         """e (N, K)."""
-        return check_target(target, self.head) - self.head(h).double()
+        targets = LIKELIHOODS[self.head.likelihood].check_targets(target, self.head.out_features)
+        return targets - self.head(h).double()
 
     def reduce(self) -> None:
         """Sum over the ranks, once; a rank without examples adds zeros."""
-        if several_ranks():
-            for part in (self.squares, self.count, self.inputs):
+        if dist.is_available() and dist.is_initialized():
+            for part in (self.squares, self.count):
                 on_device = part.to(self.head.precision.count.device)
                 dist.all_reduce(on_device)
                 part.copy_(on_device)
@@ -100,9 +110,10 @@ def balance_outputs(head: GaussianProcessHead, hidden: Tensor, target: Tensor, w
     head.noise_shape.stretch(((w.sum() * share + _PRIOR_ROWS) / (w.sum() + _PRIOR_ROWS)).sqrt())
 
 
-def learn_input_noise(head: GaussianProcessHead, examples: Hidden) -> None:
+def learn_input_noise(head: GaussianProcessHead, examples: Examples) -> None:
     """Fit how the noise varies with the input, to a head that has observed these examples."""
-    assert head.noise_features is not None and head.noise_shape is not None
+    assert head.noise_features is not None
+    assert head.noise_shape is not None
     residuals = Residuals(head)
     head.factor()
     rows, step, kept = 0, 1, None
@@ -122,7 +133,7 @@ def learn_input_noise(head: GaussianProcessHead, examples: Hidden) -> None:
     kept = _gathered(kept, head)
     h, squares, weight = kept.split([head.in_features, head.out_features, 1], 1)
     psi = head.noise_features(h.to(head.noise_features.weight.dtype)).double()
-    weights, levels, _ = fit_log_variance(psi, squares, weight[:, 0])
+    weights, _, _ = fit_log_variance(psi, squares, weight[:, 0])
     g = psi @ weights.T
     center = (weight * g).sum(0) / weight.sum()
     span = torch.stack([(g - center).amin(0), (g - center).amax(0)])
@@ -133,7 +144,7 @@ def _gathered(kept: Tensor | None, head: GaussianProcessHead) -> Tensor:
     """Of all ranks, the same on each."""
     device = head.precision.count.device
     everyone: list[Tensor | None] = [None if kept is None else kept.cpu()]
-    if several_ranks():
+    if dist.is_available() and dist.is_initialized():
         everyone = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, None if kept is None else kept.cpu())
     there = [part for part in everyone if part is not None]
