@@ -1,0 +1,43 @@
+"""What mkdocs is to do besides: pages from the root of the repository, and links to files outside docs/."""
+
+import posixpath
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).parents[2]
+FROM_ROOT = ("CHANGELOG.md", "CONTRIBUTING.md")
+_LINK = re.compile(r"(\]\()([^)\s#:]+)((?:#[^)\s]*)?\))")
+_COMMENT = re.compile(r"<!--.*?-->\n?", re.DOTALL)
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Pages that lie beside README."""
+    for name in FROM_ROOT:
+        files.append(File.generated(config, name, content=(ROOT / name).read_text(encoding="utf-8")))
+    return files
+
+
+def on_page_markdown(markdown: str, *, page: Any, config: MkDocsConfig, files: Files) -> str:
+    """Without the comments that say where numbers come from; links to files of the repository lead to the repository.
+
+    The pages are also read on the repository's own site, so that their links are relative to their place in docs/.
+    """
+    name = page.file.src_uri
+    here = posixpath.dirname("" if name in FROM_ROOT else f"docs/{name}")
+
+    def lead(match: re.Match[str]) -> str:
+        target = posixpath.normpath(posixpath.join(here, match[2]))
+        inside = target.removeprefix("docs/") if target.startswith("docs/") else target
+        if (target.startswith("docs/") or target in FROM_ROOT) and files.get_file_from_path(inside) is not None:
+            start = posixpath.dirname(name)
+            return f"{match[1]}{posixpath.relpath(inside, start or '.')}{match[3]}"
+        if (ROOT / target).exists():
+            return f"{match[1]}{config.repo_url}/blob/main/{target}{match[3]}"
+        return match[0]  # mkdocs complains
+
+    parts = re.split(r"(^```.*?^```$)", _COMMENT.sub("", markdown), flags=re.DOTALL | re.MULTILINE)
+    return "".join(part if part.startswith("```") else _LINK.sub(lead, part) for part in parts)
