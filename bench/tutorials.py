@@ -93,7 +93,9 @@ def write_page(name: str) -> Path:
             count += 1
             (FOLDER / f"{name}-{count}.png").write_bytes(png)
             parts.append(f"![{title}]({name}-{count}.png)")
-    about = f"*This page is what [{name}.py]({name}.py) printed and drew. Open it with jupytext, or run it as it stands.*"
+    about = (
+        f"*This page is what [{name}.py]({name}.py) printed and drew. Open it with jupytext, or run it as it stands.*"
+    )
     title, *rest = parts
     page = FOLDER / f"{name}.md"
     page.write_text("\n\n".join([title, about, *rest]) + "\n", encoding="utf-8")

@@ -1,9 +1,9 @@
 """Our docstrings as Markdown: columns of names and meanings become lists, examples become blocks of code.
 
-    name   what it is,
-           which may go on in the next line
-    other  what that is
-    >>> afield.sngp(net)
+name   what it is,
+       which may go on in the next line
+other  what that is
+>>> afield.sngp(net)
 """
 
 import re

@@ -1,5 +1,7 @@
-"""What mkdocs is to do besides: pages from the root of the repository, and links to files outside docs/."""
+"""What mkdocs is to do besides: pages from beside README, the help of every command, links out of docs/."""
 
+import contextlib
+import io
 import posixpath
 import re
 from pathlib import Path
@@ -9,6 +11,7 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[2]
+COMMANDS = "reference/cli.md"
 FROM_ROOT = ("CHANGELOG.md", "CONTRIBUTING.md")
 _LINK = re.compile(r"(\]\()([^)\s#:]+)((?:#[^)\s]*)?\))")
 _COMMENT = re.compile(r"<!--.*?-->\n?", re.DOTALL)
@@ -18,7 +21,22 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Pages that lie beside README."""
     for name in FROM_ROOT:
         files.append(File.generated(config, name, content=(ROOT / name).read_text(encoding="utf-8")))
+    files.append(File.generated(config, COMMANDS, content=commands_page()))
     return files
+
+
+def commands_page() -> str:
+    """The help of every command."""
+    from afield.cli.main import GROUPS, main, summary
+
+    parts = ["# Command line", f"```text\n{summary()}\n```"]
+    for title, commands in GROUPS.items():
+        parts.append(f"## {title}")
+        for name in commands:
+            with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()) as said:
+                main([name, "--help"])
+            parts.append(f"### afield {name}\n\n```text\n{said.getvalue().rstrip()}\n```")
+    return "\n\n".join(parts)
 
 
 def on_page_markdown(markdown: str, *, page: Any, config: MkDocsConfig, files: Files) -> str:

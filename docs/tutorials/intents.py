@@ -91,7 +91,9 @@ afield.fit_posterior(model, [train])
 afield.calibrate(model, [held_out])
 
 fresh, foreign = model.predict(test[0]), model.predict(tokenize(list(FOREIGN))[0])
-print(f"fresh sentences: {(fresh.labels == test[1]).float().mean():.1%} right, {fresh.accept(0.05).float().mean():.1%} accepted")
+print(
+    f"fresh sentences: {(fresh.labels == test[1]).float().mean():.1%} right, {fresh.accept(0.05).float().mean():.1%} accepted"
+)
 print(f"other sentences: {foreign.accept(0.05).float().mean():.1%} accepted")
 
 # %% [markdown]

@@ -42,6 +42,7 @@ print(f"right on new rows: {ours.score(x_new, y_new):.1%}; gradient-boosted tree
 # Beside class and probability there is a p-value: small where a row lies further out than the rows that it was
 # calibrated with.
 
+
 # %%
 def describe(rows: pd.DataFrame) -> pd.DataFrame:
     classifier, matrix = ours[-1], ours[:-1].transform(rows)

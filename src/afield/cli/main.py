@@ -85,7 +85,11 @@ def main(arguments: list[str] | None = None) -> None:
 
 def summary() -> str:
     """What `afield --help` shows: the commands, by what people want."""
-    lines = ["usage: afield COMMAND [--flags]", "", "`afield COMMAND --help` shows the flags of a command and an example."]
+    lines = [
+        "usage: afield COMMAND [--flags]",
+        "",
+        "`afield COMMAND --help` shows the flags of a command and an example.",
+    ]
     for title, commands in GROUPS.items():
         lines += ["", title]
         for name, command in commands.items():

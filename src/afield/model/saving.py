@@ -45,6 +45,13 @@ def save(model: SNGP, path: str | os.PathLike[str], *, metadata: dict[str, Any] 
     """Write the model to a folder, replacing the model that is there, atomically.
 
     `metadata`: anything that JSON can hold, such as class names; `read_index(path)["metadata"]` gives it back.
+
+    returns  the folder
+    raises   TypeError if it is no `SNGP`, or JSON cannot hold the metadata
+
+    >>> folder = afield.save(model, "model", metadata={"labels": ["a", "b", "c"]})
+    >>> sorted(file.suffix for file in folder.iterdir() if file.suffix)
+    ['.json', '.safetensors']
     """
     if not isinstance(model, SNGP):
         raise TypeError(
