@@ -70,10 +70,20 @@ def given() -> dict[str, Any]:
     afield.fit_posterior(model, loaders["train"])
     afield.calibrate(model, loaders["held_out"])
     return {
-        **{"afield": afield, "torch": torch, "F": F, "nn": nn, "net": net, "model": model},
-        **{"loader": loaders["train"], "train_loader": loaders["train"], "held_out_loader": loaders["held_out"]},
-        **{"x": data["new"][0], "x_new": data["new"][0], "y_new": data["new"][1]},
-        **{"x_held_out": data["policy"][0], "y_held_out": data["policy"][1]},
+        "afield": afield,
+        "torch": torch,
+        "F": F,
+        "nn": nn,
+        "net": net,
+        "model": model,
+        "loader": loaders["train"],
+        "train_loader": loaders["train"],
+        "held_out_loader": loaders["held_out"],
+        "x": data["new"][0],
+        "x_new": data["new"][0],
+        "y_new": data["new"][1],
+        "x_held_out": data["policy"][0],
+        "y_held_out": data["policy"][1],
     }
 
 
@@ -183,7 +193,9 @@ def test_commands_can_be_parsed(page: str, line: str):
 
         assert type(parse(words[1:])) is COMMANDS[words[1]]
     elif words[:2] == ["pip", "install"]:
-        extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+        extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"][
+            "optional-dependencies"
+        ]
         named = re.search(r"\[([\w,]+)\]", line)
         assert named is None or set(named[1].split(",")) <= set(extras)
     elif words[:2] == ["python", "-m"]:

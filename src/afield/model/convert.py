@@ -85,8 +85,8 @@ def attach(net: nn.Module, *, output: str | None = None, example: Any = None, **
     direction and the length of the hidden vector, for numbers over the standardised vector; its moments and length
     scale are taken from the training data by `afield.fit_posterior`. Nothing trains: every parameter is frozen.
 
-    `output`, `example` and the options `head` are those of `sngp`. One output may be a logit or a number: unless `likelihood` tells, the targets that
-    `afield.fit_posterior` sees do.
+    `output`, `example` and the options `head` are those of `sngp`. One output may be a logit or a number: unless
+    `likelihood` tells, the targets that `afield.fit_posterior` sees do.
 
     returns  the copy, an `SNGP`: next are `afield.fit_posterior` and `afield.calibrate`
     raises   ValueError if the network has no Linear, `output` names none, or the covariance is not "shared"
