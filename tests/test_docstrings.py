@@ -19,6 +19,7 @@ FUNCTIONS = (  # beside afield.__all__: what docs/index.md names
     *("diagnose.certified", "diagnose.measured", "diagnose.distance_correlation"),
     *("conformal.prediction_sets", "conformal.prediction_intervals", "selection.flag", "drift.watch_model"),
 )
+SLOW = ("export.export",)
 NEVER = ("fold", "diagnose.certified")  # raises anything of its own
 PUBLIC = sorted({*afield.__all__, *FUNCTIONS} - {"__version__"})
 
@@ -64,7 +65,7 @@ def fitted() -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("name", PUBLIC)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in PUBLIC])
 def test_examples_run(name: str, fitted: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     found = find(name)
