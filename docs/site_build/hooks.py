@@ -1,13 +1,16 @@
 """What mkdocs is to do besides: pages from beside README, the help of every command, links out of docs/."""
 
 import contextlib
+import html
 import io
 import posixpath
 import re
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[2]
@@ -59,3 +62,31 @@ def on_page_markdown(markdown: str, *, page: Any, config: MkDocsConfig, files: F
 
     parts = re.split(r"(^```.*?^```$)", _COMMENT.sub("", markdown), flags=re.DOTALL | re.MULTILINE)
     return "".join(part if part.startswith("```") else _LINK.sub(lead, part) for part in parts)
+
+
+def on_post_build(*, config: MkDocsConfig) -> None:
+    """No link of the finished site is dead, and no page loads anything from elsewhere."""
+    complaints = find_dead_links(Path(config.site_dir))
+    if complaints:
+        raise PluginError("\n".join(["The site has dead links, or loads from elsewhere:", *complaints[:20]]))
+
+
+def find_dead_links(site: Path) -> list[str]:
+    """What is wrong with the links of the pages below a folder."""
+    pages = {page: page.read_text(encoding="utf-8") for page in sorted(site.rglob("*.html")) if page.name != "404.html"}
+    names = {page: set(re.findall(r'\b(?:id|name)="([^"]+)"', text)) for page, text in pages.items()}
+    found = []
+    for page, text in pages.items():
+        loaded = re.findall(r'<(?:script|img|iframe)\b[^>]*\bsrc="(https?:[^"]+)"', text)
+        loaded += re.findall(r'<link\b[^>]*rel="(?:stylesheet|preconnect)"[^>]*href="(https?:[^"]+)"', text)
+        found += [f"{page.name} loads {address}" for address in loaded]
+        for link in set(re.findall(r'<(?:a|img|script|link)\b[^>]*\b(?:href|src)="([^"]+)"', text)):
+            address, _, anchor = html.unescape(link).partition("#")
+            if re.match(r"[a-z]+:", address):
+                continue
+            target = (page.parent / unquote(address)).resolve() if address else page
+            if not target.exists():
+                found.append(f"{page.name}: {link}")
+            elif anchor and target in names and unquote(anchor) not in names[target] and not anchor.startswith("__"):
+                found.append(f"{page.name}: {link} names no place of that page")
+    return found
