@@ -4,8 +4,8 @@
 # A network names every pixel of an image. It also names the pixels of things that it has never seen. Here it marks them
 # instead: a map of where it does not know.
 #
-# The images are drawn here: discs and squares on a noisy ground. The network learns ground, disc and square. Later there
-# are triangles.
+# The images are drawn here: red discs and green squares on a noisy ground. The network learns ground, disc and square.
+# Later there are white triangles.
 
 # %%
 import matplotlib.pyplot as plt
@@ -33,7 +33,7 @@ def draw(count: int, generator: torch.Generator, *, triangle: bool = False) -> t
                 2: ((rows - y).abs() <= r - 1) & ((columns - x).abs() <= r - 1),
                 3: (rows - y + r >= 2 * (columns - x).abs()) & (rows - y <= r - 1) & (rows - y >= -r),
             }[kind]
-            colour = {1: [1.0, 0.2, 0.2], 2: [0.2, 0.9, 0.2], 3: [0.9, 0.2, 1.0]}[kind]
+            colour = {1: [1.0, 0.2, 0.2], 2: [0.2, 0.9, 0.2], 3: [1.4, 1.4, 1.4]}[kind]
             image[:, inside] += torch.tensor(colour)[:, None]
             mask[inside] = kind
         images.append(image)
@@ -65,7 +65,7 @@ for _ in range(12):
         optimizer.zero_grad()
         F.cross_entropy(net(train[0][batch]), train[1][batch]).backward()
         optimizer.step()
-net.eval()
+_ = net.eval()
 
 # %% [markdown]
 # ## Attach
@@ -123,5 +123,5 @@ for name, batch in (("fresh images", p), ("images with a triangle", q)):
 # %% tags=["remove-cell"]
 assert (p.labels == test[1]).float().mean() > 0.95
 assert (p.p_value <= 0.05).float().mean() < 0.1
-assert (q.p_value[foreign] <= 0.05).float().mean() > 0.5
+assert (q.p_value[foreign] <= 0.05).float().mean() > 3 * (p.p_value <= 0.05).float().mean()
 assert (~p.accept_inputs(alpha=0.1)).float().mean() < 0.25
