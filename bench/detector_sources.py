@@ -123,7 +123,7 @@ SOURCES: dict[str, tuple[str, int, Callable[[int], Source]]] = {  # title, seeds
     "genomics": ("bacteria", 3, partial(trained, "genomics", "sngp", ("genera",))),
     "clinc": ("CLINC, frozen", 1, partial(trained, "clinc", "frozen-attach", ("oos",))),
     "digits": ("digits", 3, partial(trained, "digits", "sngp", ("held-out",))),
-    **{f"table-{name}": (f"table: {name}", 3, partial(table, name)) for name in _HELD_OUT},
+    **{f"table-{name}": (name, 3, partial(table, name)) for name in _HELD_OUT},
 }
 
 

@@ -85,16 +85,16 @@ for bound, model in models.items():
     print(f"{bound!s:>6}{ratio.lower:>17.3f}{ratio.upper:>9.3f}{known:>8.1%}{correlation:>33.3f}")
 
 # %% [markdown]
-# Where each model says "I don't know" (p-value at most 0.05, in grey):
+# The score of each model over the plane, the darker the further from the training data:
 
 # %%
 figure, places = plt.subplots(1, 3, figsize=(9, 3.2), sharex=True, sharey=True)
 for place, (bound, model) in zip(places, models.items(), strict=True):
-    refused = ~model.predict(grid).accept(0.05)
-    place.contourf(axis, axis, refused.float().reshape(60, 60).T, levels=[-0.5, 0.5, 1.5], colors=["white", "0.85"])
+    score = model.predict(grid).score().reshape(60, 60).T
+    place.contourf(axis, axis, score, levels=20, cmap="Greys")
     place.scatter(*train[0].T, c=train[1], s=4, cmap="coolwarm")
     place.set_title("no bound" if bound is None else f"bound {bound}", fontsize=10)
-figure.suptitle("Two moons with three bounds")
+figure.suptitle("Two moons with three bounds", y=1.03)
 
 # %% [markdown]
 # ## How to choose

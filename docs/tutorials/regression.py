@@ -2,7 +2,7 @@
 # # Regression with intervals
 #
 # A number alone is not an answer: how far off may it be? Here a network predicts numbers with an interval that is wide
-# where the data are noisy, wider where there are none, and holds the truth as often as it says.
+# where the data are noisy and where there are none, and holds the truth as often as it says.
 #
 # The data are generated, so that the truth is known: the noise grows with x, and there is a gap.
 
@@ -60,7 +60,7 @@ line = axis.flatten().numpy()
 axes.fill_between(line, low.flatten().numpy(), high.flatten().numpy(), alpha=0.2, label="95% interval")
 axes.plot(line, p.mean.flatten().numpy(), label="mean")
 axes.plot(train[0].flatten().numpy(), train[1].flatten().numpy(), ".", color="black", markersize=2, alpha=0.4)
-axes.set(xlabel="x", ylabel="y", ylim=(-5, 5), title="Wide where the data are noisy, wider where there are none")
+axes.set(xlabel="x", ylabel="y", ylim=(-5, 5), title="Wide where the data are noisy, and where there are none")
 axes.legend(loc="lower left")
 
 # %% [markdown]

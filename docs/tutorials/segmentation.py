@@ -23,7 +23,8 @@ def draw(count: int, generator: torch.Generator, *, triangle: bool = False) -> t
     """Images (N, 3, 32, 32) and masks (N, 32, 32): 0 ground, 1 disc, 2 square, 3 triangle."""
     images, masks = [], []
     for _ in range(count):
-        image, mask = 0.15 * torch.randn(3, SIZE, SIZE, generator=generator), torch.zeros(SIZE, SIZE, dtype=torch.long)
+        noise, mask = 0.15 * torch.randn(3, SIZE, SIZE, generator=generator), torch.zeros(SIZE, SIZE, dtype=torch.long)
+        image = noise.clone()
         kinds = [1, 2, 3] if triangle else [1, 2]
         for kind in kinds:
             y, x = torch.randint(6, SIZE - 6, (2,), generator=generator)
@@ -34,7 +35,7 @@ def draw(count: int, generator: torch.Generator, *, triangle: bool = False) -> t
                 3: (rows - y + r >= 2 * (columns - x).abs()) & (rows - y <= r - 1) & (rows - y >= -r),
             }[kind]
             colour = {1: [1.0, 0.2, 0.2], 2: [0.2, 0.9, 0.2], 3: [1.4, 1.4, 1.4]}[kind]
-            image[:, inside] += torch.tensor(colour)[:, None]
+            image[:, inside] = noise[:, inside] + torch.tensor(colour)[:, None]
             mask[inside] = kind
         images.append(image)
         masks.append(mask)
