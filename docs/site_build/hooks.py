@@ -21,7 +21,7 @@ _COMMENT = re.compile(r"<!--.*?-->\n?", re.DOTALL)
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Pages that lie beside README."""
+    """Pages that lie beside README, and the help of every command."""
     for name in FROM_ROOT:
         files.append(File.generated(config, name, content=(ROOT / name).read_text(encoding="utf-8")))
     files.append(File.generated(config, COMMANDS, content=commands_page()))
