@@ -16,6 +16,7 @@ from mkdocs.structure.files import File, Files
 ROOT = Path(__file__).parents[2]
 COMMANDS = "reference/cli.md"
 FROM_ROOT = ("CHANGELOG.md", "CONTRIBUTING.md")
+SHIM = "https://unpkg.com/iframe-worker/shim"  # what the theme would load
 _LINK = re.compile(r"(\]\()([^)\s#:]+)((?:#[^)\s]*)?\))")
 _COMMENT = re.compile(r"<!--.*?-->\n?", re.DOTALL)
 
@@ -62,6 +63,11 @@ def on_page_markdown(markdown: str, *, page: Any, config: MkDocsConfig, files: F
 
     parts = re.split(r"(^```.*?^```$)", _COMMENT.sub("", markdown), flags=re.DOTALL | re.MULTILINE)
     return "".join(part if part.startswith("```") else _LINK.sub(lead, part) for part in parts)
+
+
+def on_post_page(output: str, *, page: Any, config: MkDocsConfig) -> str:
+    """The search of pages that are opened from a folder needs a script; it comes with the site."""
+    return output.replace(SHIM, posixpath.relpath("site_build/iframe-worker.js", posixpath.dirname(page.url) or "."))
 
 
 def on_post_build(*, config: MkDocsConfig) -> None:
