@@ -144,7 +144,8 @@ def _own(batches: list[Examples], head: GaussianProcessHead) -> Tensor:
             f"add_class expects at least {_FEWEST} examples of the new class, got {count}: how well they predict each "
             "other says how high its logit must be."
         )
-    foreign = {int(k) for _, target, _ in batches if target is not None for k in target.unique()} - {head.out_features}
+    targets = [batch.target for batch in batches if batch.target is not None]
+    foreign = {int(k) for target in targets for k in target.unique()} - {head.out_features}
     if foreign:
         raise ValueError(
             f"add_class expects examples of the new class alone, whose number is {head.out_features}, got targets "
