@@ -58,10 +58,20 @@ class Fitted(BaseEstimator):
             )
         return p_value.numpy()
 
-    def save(self, folder: str | os.PathLike[str]) -> Path:
-        """Write the model with its classes and columns to a folder, without pickle: `afield serve FOLDER` serves it."""
+    def save(
+        self, folder: str | os.PathLike[str], *, neighbours: int = 0, X: ArrayLike | None = None, y: Any = None
+    ) -> Path:
+        """Write the model with its classes and columns to a folder, without pickle: `afield serve FOLDER` serves it.
+
+        neighbours  how many rows of the training data `X` (N, columns) and `y` (N,) are kept beside it, for the page
+        """
         check_is_fitted(self, "model_")
-        return save_estimator(self, folder)
+        train: list[Any] | None = None
+        if X is not None:
+            rows = torch.tensor(self._validated(X, reset=False))
+            target = np.searchsorted(self.classes_, y) if y is not None and hasattr(self, "classes_") else y
+            train = [rows if target is None else (rows, torch.as_tensor(np.asarray(target)))]
+        return save_estimator(self, folder, neighbours=neighbours, train=train)
 
     def _predict(self, X: ArrayLike) -> Prediction:
         check_is_fitted(self, "model_")

@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 _ARCHITECTURE = ("in_features", "out_features", "depth", "width", "dropout")
 
 
-def save_estimator(estimator: "Fitted", folder: str | os.PathLike[str]) -> Path:
-    """Write the model of a fitted estimator, with its architecture, classes and columns."""
+def save_estimator(estimator: "Fitted", folder: str | os.PathLike[str], **neighbours: Any) -> Path:
+    """Write a fitted estimator: model, architecture, classes, columns; `neighbours` are options of `afield.save`."""
     metadata: dict[str, Any] = {"estimator": {name: estimator._architecture[name] for name in _ARCHITECTURE}}
     for name, values in (("labels", "classes_"), ("columns", "feature_names_in_")):
         if hasattr(estimator, values):
             metadata[name] = [str(value) for value in getattr(estimator, values)]
-    return save(estimator.model_, folder, metadata=metadata)
+    return save(estimator.model_, folder, metadata=metadata, **neighbours)
 
 
 def load_network(architecture: Mapping[str, Any]) -> nn.Module:
