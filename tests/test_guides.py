@@ -29,7 +29,7 @@ NOT_RUN = {  # how many blocks of Python a page may keep from running
     "docs/integrations.md": 2,  # a download; torchvision
     "docs/serving.md": 1,  # serves until it is stopped
 }
-SLOW = ("docs/coming-from.md", "docs/export.md", "docs/integrations.md", "docs/scikit-learn.md")
+SLOW = ("docs/coming-from.md", "docs/export.md", "docs/integrations.md", "docs/outputs.md", "docs/scikit-learn.md")
 NO_COMMANDS = ("ValueError: ", "runs/<task>")  # how blocks begin that show what is printed
 
 
