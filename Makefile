@@ -1,4 +1,5 @@
-# make demo | test | test-slow | bench | torture | check | lock : each does all set-up first, once.
+# make demo | test | test-slow | bench | torture | check | docs | docs-serve | release | lock : each does all set-up
+# first, once.
 PYTHON ?= python3
 BIN := .venv/bin
 INPUTS := pyproject.toml requirements.lock
@@ -10,7 +11,7 @@ endif
 # A cache of compiled modules, even where the environment forbids it: tests start some fifty processes.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-slow bench torture check format lock clean
+.PHONY: demo test test-slow bench torture check format docs docs-serve release lock clean
 
 demo: .venv/.demo
 	$(BIN)/afield demo
@@ -37,6 +38,17 @@ format: .venv/.dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# The site, in site/; every warning is an error. Tutorials are written by `python -m bench.tutorials`.
+docs: .venv/.dev
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+docs-serve: .venv/.dev
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
+
+# Wheel and sdist, checked and tried in an environment of their own. CUT=1 cuts the changelog.
+release:
+	PYTHON=$(PYTHON) bash .ci/release
+
 # requirements.lock constrains every install below to exact versions; `make lock` renews it from an empty environment.
 # torch comes first and by exact version: pip then takes a CPU build where one lies on disk.
 INSTALL = $(BIN)/pip install --quiet --disable-pip-version-check
@@ -62,4 +74,4 @@ lock:
 	rm -rf build/lock
 
 clean:
-	rm -rf .venv build demo .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv build dist site demo .pytest_cache .mypy_cache .ruff_cache

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from afield.bounds.spectral import _Bound, bound, bound_of, fold
+from afield.bounds.layer_bounds import Bound
+from afield.bounds.spectral import bound, bound_of, fold
 from afield.bounds.weight_cache import kept_weights
 
 LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
@@ -40,7 +41,7 @@ def original(layer: nn.Module) -> nn.Parameter:
 
 def made(run: Callable[[], object]) -> int:
     """How often a bounded weight is made while this runs."""
-    with mock.patch.object(_Bound, "forward", autospec=True, side_effect=_Bound.forward) as forward:
+    with mock.patch.object(Bound, "forward", autospec=True, side_effect=Bound.forward) as forward:
         run()
     return forward.call_count
 

@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -13,7 +15,7 @@ import pytest
 import torch
 
 import afield
-from afield.cli.main import COMMANDS, main
+from afield.cli.main import COMMANDS, EXAMPLES, GROUPS, main, parse
 from afield.cli.settings import meanings, page
 from afield.cli.sweep import Trial, choose, combinations
 from afield.experiment import run_folder
@@ -48,12 +50,39 @@ def test_version(capsys: pytest.CaptureFixture[str]):
     assert output_of(capsys) == f"afield {__version__}\n"
 
 
-@pytest.mark.parametrize("arguments", [["--help"], [], *([name, "--help"] for name in COMMANDS)])
-def test_help(arguments: list[str], capsys: pytest.CaptureFixture[str]):
+@pytest.mark.parametrize("arguments", [["--help"], ["-h"], []])
+def test_help_lists_every_command_in_its_group(arguments: list[str], capsys: pytest.CaptureFixture[str]):
+    main(arguments)
+    text = output_of(capsys)
+    assert all(f"\n{title}\n" in text for title in GROUPS)
+    assert re.findall(r"^  (\w+)  +[A-Z]", text, re.MULTILINE) == list(COMMANDS)
+    assert max(map(len, text.splitlines())) <= 130
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_of_a_command_has_an_example_that_can_be_parsed(name: str, capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit) as stop:
-        main(arguments)
+        main([name, "--help"])
     assert stop.value.code == 0
-    assert (arguments[0] if arguments and arguments[0] in COMMANDS else "demo") in output_of(capsys)
+    example = EXAMPLES[name]
+    assert " ".join(example.split()) in " ".join(output_of(capsys).split())
+    arguments = shlex.split(re.sub(r".*\$\((.*)\).*", r"\1", example).partition(">")[0])
+    assert arguments[0] == "afield"
+    assert type(parse(arguments[1:])) is COMMANDS[name]
+
+
+def test_bash_completes_commands_and_flags(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as stop:
+        main(["completion", "bash"])
+    assert not stop.value.code
+    script = tmp_path / "completion.bash"
+    script.write_text(output_of(capsys), encoding="utf-8")
+    ask = (
+        f"source {script}; COMP_WORDS=(afield se); COMP_CWORD=1; _tyro_afield afield se afield; echo ${{COMPREPLY[@]}};"
+        "COMP_WORDS=(afield export --for); COMP_CWORD=2; _tyro_afield afield --for export; echo ${COMPREPLY[@]}"
+    )
+    done = subprocess.run(["bash", "-c", ask], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == ["serve settings", "--format"]
 
 
 def test_help_of_a_task_shows_its_own_settings(capsys: pytest.CaptureFixture[str]):

@@ -1,5 +1,6 @@
 """The command line: `afield COMMAND --help`. Each command is a dataclass; its fields are the flags."""
 
+import re
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
@@ -9,6 +10,7 @@ try:
 
     from afield.cli import train
     from afield.cli.card import Card
+    from afield.cli.completion import Completion
     from afield.cli.demo import Demo
     from afield.cli.export import Export
     from afield.cli.report import Report
@@ -31,18 +33,32 @@ class Command(Protocol):
     def run(self) -> None: ...
 
 
-COMMANDS: dict[str, Callable[..., Command]] = {
-    "demo": Demo,
-    "train": train.Train,
-    "evaluate": train.Evaluate,
-    "sweep": Sweep,
-    "reproduce": Reproduce,
-    "report": Report,
-    "card": Card,
-    "export": Export,
-    "score": Score,
-    "serve": Serve,
-    "settings": ShowSettings,
+GROUPS: Mapping[str, Mapping[str, Callable[..., Command]]] = {
+    "See it work": {"demo": Demo},
+    "Train and compare": {
+        "train": train.Train,
+        "evaluate": train.Evaluate,
+        "sweep": Sweep,
+        "reproduce": Reproduce,
+        "report": Report,
+    },
+    "Use a trained model": {"score": Score, "serve": Serve, "export": Export, "card": Card},
+    "Look up": {"settings": ShowSettings, "completion": Completion},
+}
+COMMANDS = {name: command for group in GROUPS.values() for name, command in group.items()}
+EXAMPLES = {
+    "demo": "afield demo --task two-ovals",
+    "train": "afield train two-moons --method sngp --seed 1 --epochs 50",
+    "evaluate": "afield evaluate runs/two-moons/sngp/1 --ood my.npz",
+    "sweep": "afield sweep two-moons --grid bound=0.5,0.95,2",
+    "reproduce": "afield reproduce toy --preset smoke",
+    "report": "afield report runs --out report",
+    "score": "afield score runs/two-moons/sngp/1 points.csv --out scores --fdr 0.1",
+    "serve": "afield serve runs/two-moons/sngp/1 --port 8080",
+    "export": "afield export runs/two-moons/sngp/1 --out model.onnx --alpha 0.05",
+    "card": "afield card runs/two-moons/sngp/1",
+    "settings": "afield settings > settings.md",
+    "completion": 'eval "$(afield completion bash)"     in ~/.bashrc',
 }
 # The defaults of a command's flags, where they depend on other arguments.
 DEFAULTS: Mapping[str, Callable[[list[str]], Any]] = {"train": train.defaults}
@@ -56,12 +72,30 @@ def main(arguments: list[str] | None = None) -> None:
     if arguments == ["--version"]:
         print(f"afield {__version__}")
         return
+    if arguments in ([], ["-h"], ["--help"]):
+        print(summary())
+        return
     try:
-        parse(arguments or ["--help"]).run()
+        parse(arguments).run()
     except (ValueError, OSError, ImportError, NotFitted) as error:
         raise SystemExit(f"afield: {error}") from error
     except KeyboardInterrupt as stop:
         raise SystemExit("afield: stopped. The same command goes on after the last finished epoch.") from stop
+
+
+def summary() -> str:
+    """What `afield --help` shows: the commands, by what people want."""
+    lines = [
+        "usage: afield COMMAND [--flags]",
+        "",
+        "`afield COMMAND --help` shows the flags of a command and an example.",
+    ]
+    for title, commands in GROUPS.items():
+        lines += ["", title]
+        for name, command in commands.items():
+            (first, *_) = re.split(r"(?<=[.;])\s|\n\n", (command.__doc__ or "").strip())
+            lines.append(f"  {name:12}{' '.join(first.split()).rstrip('.;')}")
+    return "\n".join([*lines, "", "Begin with: afield demo"])
 
 
 def parse(arguments: list[str]) -> Command:
@@ -75,7 +109,7 @@ def parse(arguments: list[str]) -> Command:
     return tyro.cli(
         command,
         prog=f"afield {name}",
-        description="\n\n".join([(command.__doc__ or "").strip(), *lists]),
+        description="\n\n".join([(command.__doc__ or "").strip(), *lists, f"Example: {EXAMPLES[name]}"]),
         args=rest,
         **({} if default is None else {"default": default}),
     )

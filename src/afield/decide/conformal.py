@@ -83,11 +83,19 @@ def prediction_sets(
 ) -> PredictionSets:
     """Sets of classes that hold the right one at a rate of at least `level`, from held-out data.
 
+    prediction  of in-domain data that neither the network nor `afield.calibrate` has seen
+    target      (N,) its classes
     kind        least_ambiguous, the smallest sets, or adaptive, whose size shows how hard an input is
     per_class   keep the promise within every class
     randomized  adaptive sets that miss the level by no more than 1 / (n + 1), by chance at their edge
     delta       keep the promise with probability 1 - delta for this very held-out data; None: on average over such data
     generator   of the random numbers of randomised sets
+
+    returns  `PredictionSets`, whose `sets(prediction)` is True (N, C) for the classes that are possible
+    raises   ValueError for a level outside (0, 1); OutOfReach if the data is too little for it
+
+    >>> afield.conformal.prediction_sets(p, y, level=0.9).sets(p).shape
+    torch.Size([300, 3])
     """
     if kind not in KINDS:
         raise ValueError(f"kind must be one of {', '.join(KINDS)}, got {kind!r}.")
@@ -106,7 +114,19 @@ def prediction_sets(
 def prediction_intervals(
     prediction: Prediction, target: Tensor, *, level: float = 0.9, delta: float | None = None
 ) -> PredictionIntervals:
-    """Intervals that hold the target of each output at a rate of at least `level`, from held-out data."""
+    """Intervals that hold the target of each output at a rate of at least `level`, from held-out data.
+
+    prediction  of in-domain data that neither the network nor `afield.calibrate` has seen
+    target      (N, K) its numbers
+    delta       keep the promise with probability 1 - delta for this very held-out data; None: on average over such data
+
+    returns  `PredictionIntervals`, whose `intervals(prediction)` are the lower and the upper ends
+    raises   ValueError for a level outside (0, 1), or a prediction of classes; OutOfReach if the data is too little
+
+    >>> low, high = afield.conformal.prediction_intervals(numbers, targets, level=0.9).intervals(numbers)
+    >>> bool((low < high).all())
+    True
+    """
     refuse_positions(prediction, "An interval with a promise")
     mean, std = prediction.mean.double(), prediction.std.double()
     if target.shape != mean.shape and not (mean.shape[1] == 1 and target.shape == mean.shape[:1]):

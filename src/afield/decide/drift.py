@@ -262,7 +262,17 @@ class Watch:
 def watch_model(model: "SNGP", *, alpha: float = 0.01, per_class: bool | None = None, keep: int = 20) -> Watch:
     """A watch with the reference of a calibrated model.
 
+    alpha      the probability that the alarm ever rings without drift
     per_class  watch every predicted class by itself too; None: if p-values go by class
+    keep       how many of the smallest p-values are kept with their inputs
+
+    returns  a `Watch`
+    raises   ValueError if the model is not calibrated
+
+    >>> watch = afield.drift.watch_model(model, alpha=0.01)
+    >>> _ = watch.update(model.predict(40 + x).score())
+    >>> watch.alarm is not None
+    True
     """
     head = model.head
     if not head.calibrated:

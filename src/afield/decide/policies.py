@@ -193,6 +193,15 @@ def policy(
     score          doubt, by its name in `afield.scores.SCORES`; None: max_probability, variance for real targets
     tolerance      an answer to real targets that misses by more is wrong
     seed           of the random tenth of the examples that places the thresholds for a risk
+
+    returns  a `Policy`: `decide`, `answer`, `guarantee`
+    raises   ValueError without one goal, or with rates outside (0, 1); OutOfReach if the data cannot promise it
+
+    >>> rule = afield.policy(p, y, risk=0.2)
+    >>> rule.guarantee
+    'At most 0.2 of the answers are wrong, with confidence 0.95 over draws of the held-out data.'
+    >>> rule.decide(model.predict(x[:5])).shape
+    torch.Size([5])
     """
     _check_rates(false_alarms=false_alarms, risk=risk, coverage=coverage, delta=delta)
     goals: dict[str, Any] = {"risk": risk, "coverage": coverage, "error_cost": error_cost}

@@ -28,6 +28,13 @@ def flag(p_values: Tensor, *, fdr: float = 0.1, any_dependence: bool = False) ->
     """True (N,) for the inputs that are flagged as far afield; of these, at most a part fdr is in-domain on average.
 
     any_dependence  the promise holds however the p-values depend on each other, for fewer flags
+
+    returns  the flags
+    raises   ValueError if p-values or fdr are out of range
+
+    >>> p_values = model.predict(torch.cat([x[:50], 40 + x[50:100]])).p_value
+    >>> int(afield.selection.flag(p_values, fdr=0.1)[50:].sum())
+    50
     """
     if p_values.dim() != 1:
         raise ValueError(f"Expected p-values of shape (batch,), got {tuple(p_values.shape)}.")

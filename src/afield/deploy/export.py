@@ -90,6 +90,13 @@ def export(
     tolerance   the largest difference; None: 1e-4, and any with a reduced precision
     any_length  dimension 1 of the inputs may vary as well, for texts
     opset       version of the ONNX operators
+
+    returns  an `Exported`: the file, its size, how it compares with the model
+    raises   ExportError if it cannot be exported or answers differently; NotFitted; ValueError for what is out of range
+
+    >>> done = afield.export.export(model, "model.pt2", (x[:8], y[:8]), format="torch-export", labels=["a", "b", "c"])
+    >>> done.difference < 1e-4
+    True
     """
     _check_arguments(model, format, labels, precision, opset)
     given = Inputs.of(model.net, example, target=target, inputs=inputs)

@@ -90,6 +90,14 @@ def load(path: str | os.PathLike[str], net: nn.Module | str | None = None) -> An
 
     net  for a folder of `afield.save`: the network, whose own weights do not matter, or "module:function", which names
          a function that makes it. A run folder needs none.
+
+    returns  the model, in evaluation mode
+    raises   DamagedModel if the folder is not what was written; ValueError if `net` is missing or not wanted
+
+    >>> folder = afield.save(model, "model")
+    >>> again = afield.load(folder, net)
+    >>> torch.equal(again.predict(x).probs, model.predict(x).probs)
+    True
     """
     opened = open_model(path, net)
     return opened.model if isinstance(opened.model, Heads) else opened.as_sngp("afield.load")

@@ -64,6 +64,15 @@ class GaussianProcessHead(HeadState):
                          projection, generator. With `mean` they are those of the variance
 
     Output weights start at the prior mean, zero, so that f tends to zero far from the data also after training.
+
+    raises  ValueError for an unknown option, or a number of outputs that the likelihood does not have
+
+    >>> head = afield.GaussianProcessHead(16, 3)
+    >>> hidden = torch.randn(100, 16)
+    >>> head.observe(hidden)
+    >>> p = head.predict(hidden[:5])
+    >>> p.probs.shape, p.variance.shape
+    (torch.Size([5, 3]), torch.Size([5]))
     """
 
     def __init__(

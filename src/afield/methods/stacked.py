@@ -55,7 +55,14 @@ class Stack:
 
 
 def stack(members: Sequence[SNGP]) -> Stack:
-    """The members, fitted and of one architecture, as one model that predicts with all of them at once."""
+    """The members, fitted and of one architecture, as one model that predicts with all of them at once.
+
+    returns  a `Stack`, whose `predict` is the ensemble's
+    raises   ValueError if there is none, or architectures differ; NotFitted
+
+    >>> afield.stacked.stack([model, copy.deepcopy(model)]).predict(x[:2]).members.shape
+    torch.Size([2, 2, 3])
+    """
     if not members:
         raise ValueError("stack expects at least one model, got none.")
     shapes = [{name: tuple(p.shape) for name, p in member.named_parameters()} for member in members]

@@ -123,6 +123,13 @@ def calibrate(
 
     Warns where the calibrated model cannot be told from guessing. Under torch.distributed give every rank the same
     data: nothing is reduced here.
+
+    returns  a `Calibration`: the scale, the amplitude, log losses before and after, how many rows did what
+    raises   NotFitted before `afield.fit_posterior`; ValueError with fewer than 20 rows or without targets
+
+    >>> found = afield.calibrate(model, held_out_loader)
+    >>> found.num_reference, round(found.smallest_p_value, 4)
+    (150, 0.0066)
     """
     head = model.head
     if not head.precision.fitted:

@@ -43,6 +43,13 @@ def add_class(model: SNGP, loader: Iterable[Any], *, progress: bool | None = Non
     loader  batches of the new class, with or without a target, at least two examples: five do, twenty do well
 
     p-values are off until `afield.calibrate` runs again, on held-out data of all classes.
+
+    returns  the copy
+    raises   NotFitted before `afield.fit_posterior`; ValueError with fewer than two examples, or a moving average
+
+    >>> bigger = afield.class_changes.add_class(model, [8 + torch.randn(20, 3)])
+    >>> bigger(x).shape[1]
+    4
     """
     head = model.head
     _check(head, "add_class", likelihood="categorical", covariance="shared", curvature="unit")
@@ -69,10 +76,18 @@ def add_class(model: SNGP, loader: Iterable[Any], *, progress: bool | None = Non
 def drop_class(model: SNGP, index: int, loader: Iterable[Any] | None = None, *, progress: bool | None = None) -> SNGP:
     """A copy of a model without one class; later classes move up by one. The other logits stay, bit for bit.
 
+    index   of the class, counted from 0
     loader  the examples of the class that the posterior has observed: it forgets them, and they are foreign again.
             None leaves them in: inputs like them stay familiar, though no class claims them
 
     p-values are off until `afield.calibrate` runs again.
+
+    returns  the copy
+    raises   ValueError if there is no such class, or only two are left
+
+    >>> smaller = afield.class_changes.drop_class(model, 0)
+    >>> smaller(x).shape[1]
+    2
     """
     head = model.head
     _check(head, "drop_class", likelihood="categorical", covariance="shared")
@@ -129,7 +144,8 @@ def _own(batches: list[Examples], head: GaussianProcessHead) -> Tensor:
             f"add_class expects at least {_FEWEST} examples of the new class, got {count}: how well they predict each "
             "other says how high its logit must be."
         )
-    foreign = {int(k) for _, target, _ in batches if target is not None for k in target.unique()} - {head.out_features}
+    targets = [batch.target for batch in batches if batch.target is not None]
+    foreign = {int(k) for target in targets for k in target.unique()} - {head.out_features}
     if foreign:
         raise ValueError(
             f"add_class expects examples of the new class alone, whose number is {head.out_features}, got targets "

@@ -138,6 +138,17 @@ def sngp(
              has features of its own, fitted to the trained hidden space; variance_features="same" is the paper's form
 
     A converted model comes back as a copy of itself.
+
+    returns  the copy, an `SNGP`: train it as before, then `afield.fit_posterior` and `afield.calibrate`
+    raises   ValueError if the network has no Linear, `output` names none, or `bound` names what is no hidden layer
+
+    >>> net = torch.nn.Sequential(torch.nn.Linear(2, 16), torch.nn.ReLU(), torch.nn.Linear(16, 3))
+    >>> model = afield.sngp(net)
+    >>> model(torch.randn(5, 2)).shape
+    torch.Size([5, 3])
+    >>> [row.status for row in model.audit()][0]  # doctest: +ELLIPSIS
+    layer...
+    'bounded'
     """
     if output is not None and not isinstance(output, str):
         return convert_each(
@@ -174,8 +185,17 @@ def attach(net: nn.Module, *, output: str | Several | None = None, example: Any 
     direction and the length of the hidden vector, for numbers over the standardised vector; its moments and length
     scale are taken from the training data by `afield.fit_posterior`. Nothing trains: every parameter is frozen.
 
-    Options are those of `sngp`. One output may be a logit or a number: unless `likelihood` tells, the targets that
-    `afield.fit_posterior` sees do.
+    `output`, `example` and the options `head` are those of `sngp`. One output may be a logit or a number: unless
+    `likelihood` tells, the targets that `afield.fit_posterior` sees do.
+
+    returns  the copy, an `SNGP`: next are `afield.fit_posterior` and `afield.calibrate`
+    raises   ValueError if the network has no Linear, `output` names none, or the covariance is not "shared"
+
+    >>> attached = afield.attach(net)
+    >>> bool((attached(x).argmax(1) == net(x).argmax(1)).all())
+    True
+    >>> afield.fit_posterior(attached, train_loader)
+    200
     """
     if output is not None and not isinstance(output, str):
         return convert_each(attach, net, output, {}, {"example": example, **head})

@@ -96,6 +96,14 @@ def parameter_groups(
     and no one number is exact. Nor is ridge / N for other losses: for a mean squared error it is 2 ridge noise / N.
 
     Parameters that need no gradient are in no group: freeze first.
+
+    returns  the groups, for any optimizer of PyTorch
+    raises   ValueError if a rate is negative, num_examples is below 1, or every parameter is frozen
+
+    >>> groups = afield.parameter_groups(model, lr=1e-3, weight_decay=0.01, num_examples=50_000)
+    >>> optimizer = torch.optim.AdamW(groups)
+    >>> groups[-1]["lr"]
+    0.01
     """
     heads = [module for module in model.modules() if isinstance(module, GaussianProcessHead)]
     if not heads:

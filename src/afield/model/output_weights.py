@@ -127,6 +127,14 @@ def fit_head(
     weights    (N,) of the examples, in the order of the loader: one of weight w counts as w examples; None: one each
     tolerance  the norm of the gradient, relative to that at zero weights, at which to stop
     num_positions, ignore_index  as in `afield.fit_posterior`
+
+    returns  a `HeadFit`: how it ended
+    raises   ValueError if the loader is empty, has no targets, or the model keeps its trained output layer
+
+    >>> frozen = afield.sngp(net, bound=None, freeze=True)
+    >>> fit = afield.fit_head(frozen, train_loader)
+    >>> fit.gradient < 1e-4
+    True
     """
     head = model.head
     if head.mean is not None:

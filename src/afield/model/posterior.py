@@ -62,6 +62,11 @@ def fit_posterior(
 
     For a gaussian likelihood with targets in the batches, the noise is estimated from the residuals (`outputs.noise`).
     On the first batch the network must return the logits of its output layer, which are the head's.
+
+    raises    ValueError if the loader is empty, or holds NaN; WrongOutput if the network does not return its logits
+
+    >>> afield.fit_posterior(model, train_loader)
+    200
     """
     head = model.head
     if head.precision.momentum is not None and several_ranks():
@@ -145,7 +150,12 @@ def update(
     """Add new examples to a fitted posterior, after deployment, without the old data; returns the total.
 
     The output weights stay: only the variance learns. p-values are off until `afield.calibrate` runs again.
-    `num_positions` and `ignore_index` are those of `afield.fit_posterior`.
+    `loader`, `target`, `inputs`, `weights`, `num_positions` and `ignore_index` are those of `afield.fit_posterior`.
+
+    raises  NotFitted before `afield.fit_posterior`, Stale if the network has changed since
+
+    >>> afield.posterior.update(model, [(x[:20] + 1, y[:20])])
+    220
     """
     sample, fields = Sample(num_positions, ignore_index), {"target": target, "inputs": inputs}
     examples = Hidden(model, loader, weights=weights, keep=False, progress=progress, sample=sample, **fields)
@@ -166,7 +176,13 @@ def downdate(
     """Remove examples from a fitted posterior, exactly, as if they had never been observed; returns the total.
 
     The model must be the one that observed them, with the same `weights` of the examples, `num_positions` and
-    `ignore_index`: features and curvature are computed again.
+    `ignore_index`: features and curvature are computed again. All are those of `afield.fit_posterior`, as are `loader`,
+    `target` and `inputs`.
+
+    raises  NotFitted before `afield.fit_posterior`, Stale if the network has changed since
+
+    >>> afield.posterior.downdate(model, [(x[:20], y[:20])])
+    180
     """
     sample, fields = Sample(num_positions, ignore_index), {"target": target, "inputs": inputs}
     examples = Hidden(model, loader, weights=weights, keep=False, progress=progress, sample=sample, **fields)
@@ -174,9 +190,16 @@ def downdate(
 
 
 def merge(model: SNGP, other: SNGP) -> int:
-    """Add all examples that a copy of the same model has observed, elsewhere, exactly; returns the total.
+    """Add all examples that `other`, a copy of the same model, has observed elsewhere, exactly; returns the total.
 
     Both must map inputs to the same features: copies of one trained model, each fitted on its own part of the data.
+
+    raises  ValueError if the two are not copies of one model; NotFitted, Stale
+
+    >>> parts = [copy.deepcopy(model) for _ in range(2)]
+    >>> _ = [afield.fit_posterior(part, [(x[k::2], y[k::2])], adapts=False) for k, part in enumerate(parts)]
+    >>> afield.posterior.merge(parts[0], parts[1])
+    300
     """
     _check_same(model, other)
     with model.head.revision() as draft:

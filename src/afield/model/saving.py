@@ -60,6 +60,13 @@ def save(
     neighbours  how many examples of `train`, drawn at random, are kept beside the model as they are: `afield serve`
                 shows those that are nearest to an input. `read_neighbours(path)` gives them back
     train       batches as for `afield.fit_posterior`
+
+    returns  the folder
+    raises   TypeError if it is no `SNGP`, or JSON cannot hold the metadata
+
+    >>> folder = afield.save(model, "model", metadata={"labels": ["a", "b", "c"]})
+    >>> sorted(file.suffix for file in folder.iterdir() if file.suffix)
+    ['.json', '.safetensors']
     """
     if not isinstance(model, SNGP | Heads):
         raise TypeError(

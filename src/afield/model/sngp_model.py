@@ -61,6 +61,10 @@ class SNGP(nn.Module):
     """A network whose output layer is a Gaussian process. Made by `sngp` and `attach`.
 
     Calling it is calling the network. `predict` gives the `Prediction`; `audit` tells what was bounded.
+
+    >>> p = model.predict(x[:4])
+    >>> p.probs.shape, p.p_value.shape
+    (torch.Size([4, 3]), torch.Size([4]))
     """
 
     def __init__(self, net: nn.Module, output: str, *, kind: str, settings: dict[str, Any], reasons: dict[str, str]):

@@ -49,6 +49,12 @@ class Prediction:
     input_score    (N,)     how far an input as a whole lies from the training data; None until calibrated
     input_p_value  (N,)     its conformal p-value among held-out inputs; None until calibrated
     num_inputs              the number of these
+
+    >>> p = model.predict(x)
+    >>> p.labels.shape, p.confidence.shape, p.score("energy").shape
+    (torch.Size([300]), torch.Size([300]), torch.Size([300]))
+    >>> len(p[:10])
+    10
     """
 
     logits: Tensor
@@ -200,6 +206,11 @@ class Prediction:
 
         delta  None: on average over draws of the held-out data. A number: with probability 1 - delta over these draws,
                for every class by itself where p-values go by class
+
+        raises  ValueError if the model is not calibrated, or its reference is too small for alpha
+
+        >>> model.predict(torch.tensor([[5.0, 0.0, 0.0], [60.0, -40.0, 80.0]])).accept(alpha=0.05)
+        tensor([ True, False])
         """
         for name, rate in (("alpha", alpha), ("delta", delta)):
             if rate is not None and not 0 < rate < 1:
