@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 import afield
-from afield.model.saving import draw_examples, read_neighbours
+from afield.model.hidden import draw_examples
+from afield.model.saving import read_neighbours
 from afield.serve.explain import explainer
 from afield.serve.models import Source
 from afield.serve.open_torch import open_sngp

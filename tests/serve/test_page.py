@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from afield.model.saving import draw_examples
+from afield.model.hidden import draw_examples
 from afield.serve.explain import explainer
 from afield.serve.models import Source
 from afield.serve.open_torch import open_sngp

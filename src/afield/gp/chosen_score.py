@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from afield.gp.exact_buffers import ExactBuffers
+from afield.gp.numerics import ExactBuffers
 from afield.prediction.distance_scores import FITTED
 from afield.prediction.fitted_score import Constants, FittedScore
 

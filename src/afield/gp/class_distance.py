@@ -20,8 +20,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from afield.gp.full_precision import full_precision
 from afield.gp.geometry import GEOMETRIES
+from afield.gp.numerics import full_precision
 from afield.gp.precision import Accumulator
 
 _JITTER = 1e-3  # of the mean variance within the classes

@@ -29,9 +29,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from afield.bounds.eager import eager
-from afield.gp.exact_buffers import ExactBuffers
-from afield.gp.full_precision import full_precision
 from afield.gp.geometry import GEOMETRIES
+from afield.gp.numerics import ExactBuffers, full_precision
 from afield.registry import Registry
 
 # The length scale as a fraction of the median distance between hidden vectors; docs/defaults.md has the evidence. A

@@ -23,12 +23,12 @@ from afield.gp.capture import handed_over
 from afield.gp.chosen_score import ChosenScore
 from afield.gp.class_distance import ClassDistance
 from afield.gp.features import RandomFeatures
-from afield.gp.full_precision import full_precision
 from afield.gp.head_state import HeadState
 from afield.gp.joined_score import JoinedScore
 from afield.gp.likelihoods import LIKELIHOODS
 from afield.gp.low_rank import LowRank, check_rank
 from afield.gp.noise import FEATURES, noise_shape
+from afield.gp.numerics import full_precision
 from afield.gp.observing import accumulate
 from afield.gp.one_row import OneRow
 from afield.gp.precision import COVARIANCES, Precision, choose_curvature, curvature_weights

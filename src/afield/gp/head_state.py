@@ -14,12 +14,12 @@ from torch import Tensor
 
 from afield.gp.chosen_score import ChosenScore
 from afield.gp.class_distance import ClassDistance
-from afield.gp.exact_buffers import ExactBuffers
 from afield.gp.features import RandomFeatures
 from afield.gp.joined_score import JoinedScore
 from afield.gp.likelihoods import LIKELIHOODS
 from afield.gp.low_rank import LowRank
 from afield.gp.noise import NoiseShape
+from afield.gp.numerics import ExactBuffers
 from afield.gp.precision import Precision
 from afield.gp.snapshot import Lock, adopt, frozen_copy
 from afield.prediction.distance_scores import FITTED

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from afield.gp.exact_buffers import ExactBuffers
+from afield.gp.numerics import ExactBuffers
 
 SOURCES = ("variance", "energy", "class_distance")
 WEIGHTS = (1.0, 0.5, 0.5)  # docs/defaults.md

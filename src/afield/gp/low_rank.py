@@ -29,8 +29,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from afield.gp.full_precision import full_precision
 from afield.gp.likelihoods import LIKELIHOODS
+from afield.gp.numerics import full_precision
 from afield.gp.precision import Accumulator, add_products
 
 _SINGLE = 1e4  # the largest kappa at which float32 still has three digits of the variance

@@ -24,9 +24,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from afield.errors import NotFitted
-from afield.gp.exact_buffers import ExactBuffers
-from afield.gp.full_precision import full_precision
 from afield.gp.likelihoods import LIKELIHOODS
+from afield.gp.numerics import ExactBuffers, full_precision
 
 COVARIANCES = ("shared", "per_class")
 CURVATURE_CHOICES = ("auto", "likelihood", "unit")

@@ -31,11 +31,10 @@ from afield.gp.features import RandomFeatures
 from afield.gp.head_state import ADDED_LATER
 from afield.gp.noise import NoiseShape
 from afield.model import convert
-from afield.model.batches import device_of, split_batch
 from afield.model.class_changes import change_outputs
-from afield.model.evaluating import evaluating
 from afield.model.files import hash_json, read_tensors, sweep, sweep_temporary, tensor_shapes, write_file
 from afield.model.fingerprint import from_digest
+from afield.model.hidden import draw_examples
 from afield.model.layers import layers_of
 from afield.model.sngp_model import CHANGED, REFIT, SNGP, Heads, join, parts_of
 from afield.version import __version__
@@ -90,7 +89,7 @@ def save(
     about, payload = _named("model", save_tensors(tensors))
     files, kept = {about["file"]: payload}, None
     if neighbours and train is not None:
-        kept, examples = _named("neighbours", save_tensors(draw_examples(model, train, neighbours)))
+        kept, examples = _named("neighbours", save_tensors(draw_examples(first, train, neighbours)))
         files[kept["file"]] = examples
     index = {
         "format": FORMAT,
@@ -210,44 +209,6 @@ def read_index(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 # Saving
-
-
-@torch.no_grad()
-def draw_examples(model: SNGP, train: Iterable[Any], count: int, *, seed: int = 0) -> dict[str, Tensor]:
-    """Some training examples (M, ...), drawn at random: `hidden` vectors, `target` if there is one, and the inputs.
-
-    An input that is one tensor is `input`; of token ids it is `input_ids`, with -1 where they are masked.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    keys, kept = torch.zeros(0), dict[str, Tensor]()
-    for batch in train:
-        args, kwargs, target = split_batch(batch, device_of(model), net=model.net, wants_target=False)
-        with evaluating(model):
-            found = {"hidden": model.hidden(*args, **kwargs).float()}
-        if len(args) == 1 and isinstance(args[0], Tensor):
-            found["input"] = args[0]
-        elif isinstance(ids := kwargs.get("input_ids"), Tensor):
-            found["input_ids"] = ids.masked_fill(kwargs.get("attention_mask", torch.ones_like(ids)) == 0, -1)
-        if isinstance(target, Tensor):
-            found["target"] = target
-        drawn = torch.rand(len(found["hidden"]), generator=generator)
-        keys = torch.cat([keys, drawn])
-        chosen = keys.argsort()[:count]
-        keys = keys[chosen]
-        kept = {name: _join(kept.get(name), new.detach().cpu())[chosen].clone() for name, new in found.items()}
-    if not kept:
-        raise ValueError("afield.save got no training examples to keep: train is empty. Can it be read only once?")
-    return kept
-
-
-def _join(before: Tensor | None, new: Tensor) -> Tensor:
-    """One after the other; token ids of other lengths are filled up with -1."""
-    if before is None:
-        return new
-    if before.dim() == 2 and before.shape[1] != new.shape[1]:
-        wide = max(before.shape[1], new.shape[1])
-        before, new = (torch.nn.functional.pad(t, (0, wide - t.shape[1]), value=-1) for t in (before, new))
-    return torch.cat([before, new])
 
 
 @contextlib.contextmanager

@@ -152,7 +152,9 @@ class SNGP(nn.Module):
         if self.fingerprint is None or torch.compiler.is_compiling() or self.fingerprint.still_holds(self.net):
             return prediction
         warnings.warn(f"{CHANGED} The variance is of other weights, and p-values are off. {REFIT}", StaleWarning, 2)
-        off: dict[str, Any] = dict.fromkeys(("p_value", "smallest_p_value", "num_reference", "input_p_value", "num_inputs"))
+        off: dict[str, Any] = dict.fromkeys(
+            ("p_value", "smallest_p_value", "num_reference", "input_p_value", "num_inputs")
+        )
         return dataclasses.replace(prediction, **off)
 
     def sample(

@@ -10,9 +10,9 @@ inputs x, x' the covariance a^2 psi(x)^T H^-1 psi(x'). Outputs are independent, 
 import torch
 from torch import Tensor
 
-from afield.gp.full_precision import full_precision
 from afield.gp.head import GaussianProcessHead
 from afield.gp.likelihoods import LIKELIHOODS
+from afield.gp.numerics import full_precision
 from afield.gp.precision import Precision
 
 BLOCK = 4096  # rows at a time

@@ -36,7 +36,7 @@ def explainer(
 ) -> Explain:
     """A function that says of every row what is near it, and what is odd about it.
 
-    kept       as `afield.model.saving.draw_examples` draws them
+    kept       as `afield.model.hidden.draw_examples` draws them
     inputs_of  arrays -> what the network takes
     decode     token ids -> text
     """

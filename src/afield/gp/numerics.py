@@ -1,13 +1,24 @@
-"""Modules whose buffers keep their digits, and whose saved buffers say how many rows there are.
+"""Digits that must not be lost: buffers that keep their dtype, and products that autocast leaves alone.
 
 `.half()` and `.float()` change the dtype of a network. Sums over examples, quantiles and constants that took float64 to
 make must not lose their digits to that, so they follow to another device, and to nothing else.
 """
 
+import contextlib
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Self
+from typing import Any, Self
 
+import torch
 from torch import Tensor, nn
+
+_NOTHING = contextlib.nullcontext()
+
+
+def full_precision(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Products keep their dtype. torch's own context costs as much as a small product, so it is entered if need be."""
+    if torch.compiler.is_compiling() or torch.is_autocast_enabled(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return _NOTHING
 
 
 class ExactBuffers(nn.Module):
