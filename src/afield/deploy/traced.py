@@ -172,6 +172,8 @@ class Graph(nn.Module):
     def of_inputs(self, scores: Tensor, tensors: tuple[Tensor, ...]) -> dict[str, Tensor]:
         """What is said of inputs as a whole, from the scores (N, *P) of their positions."""
         total = input_score(scores, mask_of(self.inputs.call(tensors)[1], scores.shape))
+        assert isinstance(self.input_table, Tensor)
+        assert self.input_alpha is not None
         p_value = _p_value(total, self.input_table, self.num_inputs, 1)
         return dict(zip(OF_INPUTS, (total, p_value, p_value > self.input_alpha), strict=True))
 

@@ -33,7 +33,11 @@ from torch import Tensor, nn
 from afield.gp.likelihoods import LIKELIHOODS
 
 NOISES = ("output", "full", "input")
-FEATURES = {"num_random_features": 256, "geometry": "standardized", "fraction": 0.5}  # of g; docs/method.md
+FEATURES: dict[str, Any] = {
+    "num_random_features": 256,
+    "geometry": "standardized",
+    "fraction": 0.5,
+}  # of g; docs/method.md
 _BUFFERS = ("root", "weight", "center", "span")
 _MOST_STEPS = 100
 _FLAT = 1e8  # prior precision beyond which g is flat

@@ -30,7 +30,7 @@ class Dense(nn.Sequential):
     def __init__(self, backbone: BackboneFactory, num_outputs: int, settings: Settings) -> None:
         hidden = backbone()
         dimensions, width = getattr(hidden, "dimensions", 0), int(hidden.out_features)  # type: ignore[arg-type]
-        output = _LAYERS[dimensions](width, num_outputs, *[1] * bool(dimensions))  # type: ignore[arg-type]
+        output = _LAYERS[dimensions](width, num_outputs, *[1] * bool(dimensions))
         super().__init__(hidden, output)
         self.likelihood = check_likelihood(settings)
         self.register_buffer("noise", torch.ones((), dtype=torch.float64))

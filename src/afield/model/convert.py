@@ -246,7 +246,8 @@ def _again(model: SNGP, kind: str, asked: dict[str, Any], default: dict[str, Any
 def _copied(net: nn.Module, output: str | None) -> tuple[nn.Module, str, Any, OutputLayer]:
     """A copy of the network as it is inside its containers, and its output layer: name, module and kind."""
     net = unwrapped(net)
-    layers = {name: m for name, m in net.named_modules() if isinstance(m, tuple(OUTPUT_LAYERS))}
+    kinds: Any = tuple(OUTPUT_LAYERS)
+    layers = {name: m for name, m in net.named_modules() if isinstance(m, kinds)}
     inside = {f"{name}.out_proj".lstrip(".") for name, m in net.named_modules() if isinstance(m, nn.MultiheadAttention)}
     body = getattr(net, "base_model", net)  # Hugging Face: a few networks register their classifier before the body
     if isinstance(body, nn.Module) and body is not net:

@@ -40,12 +40,12 @@ class Examples(NamedTuple):
 class Sample(NamedTuple):
     """Which positions of an input count, where it has positions: pixels, tokens.
 
-    count         how many, drawn by the input's own content; None: all
+    most          how many, drawn by the input's own content; None: all
     ignore_index  the label of those that never count
     exactly       that many of every input, by turns where it has fewer
     """
 
-    count: int | None = positions.OBSERVED
+    most: int | None = positions.OBSERVED
     ignore_index: int = positions.IGNORED
     exactly: bool = False
 
@@ -149,7 +149,7 @@ class Hidden:
             if target.dim() == 1:
                 valid = valid & (target != self.sample.ignore_index).reshape(shape)
         keys = positions.keys_of(args, kwargs, len(h), before)
-        index, owner = positions.draw(valid, keys, self.sample.count, exactly=self.sample.exactly)
+        index, owner = positions.draw(valid, keys, self.sample.most, exactly=self.sample.exactly)
         self.keys += [keys[i] for i in owner.unique_consecutive().tolist()]
         return Examples(
             h.flatten(0, -2)[index],

@@ -157,7 +157,8 @@ def update(
     >>> afield.posterior.update(model, [(x[:20] + 1, y[:20])])
     220
     """
-    sample, fields = Sample(num_positions, ignore_index), {"target": target, "inputs": inputs}
+    fields: dict[str, Any] = {"target": target, "inputs": inputs}
+    sample = Sample(num_positions, ignore_index)
     examples = Hidden(model, loader, weights=weights, keep=False, progress=progress, sample=sample, **fields)
     return _revise(model, examples, GaussianProcessHead.observe)
 
@@ -184,7 +185,8 @@ def downdate(
     >>> afield.posterior.downdate(model, [(x[:20], y[:20])])
     180
     """
-    sample, fields = Sample(num_positions, ignore_index), {"target": target, "inputs": inputs}
+    fields: dict[str, Any] = {"target": target, "inputs": inputs}
+    sample = Sample(num_positions, ignore_index)
     examples = Hidden(model, loader, weights=weights, keep=False, progress=progress, sample=sample, **fields)
     return _revise(model, examples, GaussianProcessHead.unobserve)
 

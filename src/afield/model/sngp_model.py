@@ -41,7 +41,8 @@ from afield.prediction.positions import unflatten
 from afield.prediction.prediction import Prediction
 
 CHANGED = "The network has changed since its posterior was fitted (trained, loaded, or moved to another precision)."
-P, R = ParamSpec("P"), TypeVar("R")
+P = ParamSpec("P")
+R = TypeVar("R")
 REFIT = "Call afield.fit_posterior, then afield.calibrate."
 
 

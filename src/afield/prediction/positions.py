@@ -61,14 +61,15 @@ def to_rows(prediction: "Prediction") -> "Prediction":
         return t.flatten(batch, batch + count)
 
     rows: dict[str, Any] = {n: flat(n, t) for n in _OF_ROWS if isinstance(t := getattr(prediction, n), Tensor)}
-    return dataclasses.replace(prediction, **rows, **dict.fromkeys(_OF_INPUTS), num_inputs=None)
+    fields: dict[str, Any] = {**rows, **dict.fromkeys(_OF_INPUTS), "num_inputs": None}
+    return dataclasses.replace(prediction, **fields)
 
 
 def from_rows(rows: "Prediction", inputs: int, positions: tuple[int, ...], **fields: Any) -> "Prediction":
     """The inverse of `to_rows`; `fields` are those of inputs."""
     shape = (inputs, *positions)
     found = {n: t for n in _OF_ROWS if isinstance(t := getattr(rows, n), Tensor)}
-    shaped = {n: unflatten(t, shape, int(n == "members")) for n, t in found.items()}
+    shaped: dict[str, Any] = {n: unflatten(t, shape, int(n == "members")) for n, t in found.items()}
     return dataclasses.replace(rows, **shaped, **fields)
 
 
