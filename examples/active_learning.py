@@ -17,10 +17,10 @@ from torch import Tensor, nn
 
 import afield
 
-parser = argparse.ArgumentParser()
+parser, accuracy = argparse.ArgumentParser(), {}
 for option, default in {"--rounds": 6, "--seeds": 3, "--batch": 20}.items():
     parser.add_argument(option, type=int, default=default)
-args, accuracy = parser.parse_args(), {}
+args = parser.parse_args()
 
 
 def train(x: Tensor, y: Tensor, seed: int) -> afield.SNGP:
@@ -54,8 +54,7 @@ for seed, active in [(seed, active) for seed in range(args.seeds) for active in 
         model = train(x[labelled], y[labelled], seed)
         accuracy[seed, active, number] = float((model.predict(x[test]).labels == y[test]).float().mean())
         rows = by_variance(model, x[rest]) if active else list(range(args.batch))  # the order is random
-        kept = torch.ones(len(rest), dtype=torch.bool).index_fill(0, torch.tensor(rows), False)
-        labelled, rest = torch.cat([labelled, rest[rows]]), rest[kept]
+        labelled, rest = torch.cat([labelled, rest[rows]]), rest[~torch.isin(rest, rest[rows])]
 for number in range(args.rounds + 1):
     ours, random = (mean(accuracy[seed, active, number] for seed in range(args.seeds)) for active in (True, False))
     print(f"{args.batch * (number + 1):>6} {ours:>19.3f} {random:>10.3f}")

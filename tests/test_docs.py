@@ -35,7 +35,8 @@ PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("resu
 WRITTEN = [page for page in PAGES if ROOT / "results" not in page.parents]
 MEASURED = [page for page in WRITTEN if page.name not in ("CHANGELOG.md", "CONTRIBUTING.md")]
 FILLERS = (  # modules of bench/
-    *("ablations", "attach", "bounds", "choices", "claims", "defaults", "detectors", "estimators", "laplace_hmc"),
+    *("ablations", "attach", "bounds", "choices", "claims", "defaults", "detectors", "drift", "estimators"),
+    "laplace_hmc",
     *("peers", "scale", "speed.__main__"),
 )
 EXTRAS = (  # what the extras of pyproject.toml bring
@@ -73,7 +74,7 @@ def test_files_that_are_named_are_there(page: Path):
 
 def code_of(page: Path) -> list[str]:
     """All code of a page: blocks, and spans in the text."""
-    text = page.read_text(encoding="utf-8")
+    text = re.sub(r"^:::.*$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
     return [*re.findall(r"```\w*\n(.*?)```", text, re.DOTALL), *re.findall(r"`([^`\n]+)`", text)]
 
 

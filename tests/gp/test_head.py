@@ -721,7 +721,10 @@ def test_ridge_and_amplitude_must_be_positive_and_finite(name, value):
         ({"momentum": 1.0}, r"momentum must lie strictly between 0 and 1, or be None \(exact sum\), got 1.0"),
         ({"length_scale": -1.0}, "length_scale must be a positive number or None"),
         ({"out_features": 1}, r'categorical head expects at least 2 outputs; use likelihood="bernoulli" for one logit'),
-        ({"likelihood": "bernoulli", "out_features": 2}, "exactly 1 output .a single logit.*got out_features=2"),
+        (
+            {"likelihood": "bernoulli", "out_features": 0},
+            "A bernoulli head expects at least 1 output, got out_features=0",
+        ),
         (
             {"likelihood": "gaussian", "out_features": 0},
             "A gaussian head expects at least 1 output, got out_features=0",

@@ -10,11 +10,16 @@ from afield.gp.likelihoods import LIKELIHOODS, Likelihood, likelihood_for
 from afield.prediction.scores import SCORES
 
 N = 7
-each = pytest.mark.parametrize("name", LIKELIHOODS)
+LABELS = "labels"  # bernoulli with several outputs
+each = pytest.mark.parametrize("name", [*LIKELIHOODS, LABELS])
+
+
+def value(name: str) -> Likelihood:
+    return LIKELIHOODS["bernoulli" if name == LABELS else name]
 
 
 def outputs(name: str) -> int:
-    return 1 if LIKELIHOODS[name].outputs.most == 1 else 3
+    return 1 if value(name).of_labels and name != LABELS else 3
 
 
 def logits(name: str, number: int = 0) -> Tensor:
@@ -24,8 +29,10 @@ def logits(name: str, number: int = 0) -> Tensor:
 
 def targets(name: str) -> Tensor:
     """Some, as a user may give them, in the form that the likelihood wants."""
-    likelihood, generator = LIKELIHOODS[name], torch.Generator().manual_seed(5)
-    if likelihood.of_classes:
+    likelihood, generator = value(name), torch.Generator().manual_seed(5)
+    if name == LABELS:
+        raw = torch.randint(2, (N, outputs(name)), generator=generator)
+    elif likelihood.of_classes:
         raw = torch.randint(likelihood.num_classes(outputs(name)), (N,), generator=generator)
     else:
         raw = torch.randint(3, (N, outputs(name)), generator=generator).double()
@@ -37,8 +44,8 @@ def log_p(name: str, f: Tensor, y: Tensor, noise: float = 1.0) -> Tensor:
     d = torch.distributions
     if name == "categorical":
         return d.Categorical(logits=f).log_prob(y)
-    if name == "bernoulli":
-        return d.Bernoulli(logits=f[:, 0]).log_prob(y.double())
+    if name in ("bernoulli", LABELS):
+        return d.Bernoulli(logits=f).log_prob(y.double().reshape(f.shape)).sum(1)
     if name == "gaussian":
         return d.Normal(f, math.sqrt(noise)).log_prob(y).sum(1)
     return d.Poisson(f.exp()).log_prob(y).sum(1)
@@ -47,14 +54,14 @@ def log_p(name: str, f: Tensor, y: Tensor, noise: float = 1.0) -> Tensor:
 @each
 def test_the_loss_is_minus_the_log_likelihood_up_to_a_constant_of_the_target(name: str) -> None:
     y, a, b = targets(name), logits(name), logits(name, 1)
-    loss = LIKELIHOODS[name].loss
+    loss = value(name).loss
     assert loss(a, y).shape == (N,)
     torch.testing.assert_close(loss(a, y) - loss(b, y), log_p(name, b, y) - log_p(name, a, y), rtol=1e-12, atol=1e-12)
 
 
 @each
 def test_hessian_and_curvature_are_those_of_the_loss(name: str) -> None:
-    likelihood, f, y = LIKELIHOODS[name], logits(name), targets(name)
+    likelihood, f, y = value(name), logits(name), targets(name)
     whole = torch.autograd.functional.hessian(lambda g: likelihood.loss(g, y).sum(), f).double()
     for n in range(N):  # examples do not mix
         own = whole[n, :, n]
@@ -68,14 +75,14 @@ def test_hessian_and_curvature_are_those_of_the_loss(name: str) -> None:
 @each
 def test_without_variance_the_predictive_loss_is_the_loss_itself(name: str) -> None:
     f, y, noise = logits(name), targets(name), 0.3
-    found = LIKELIHOODS[name].predictive_loss(f, torch.zeros(N).double(), noise, y)
+    found = value(name).predictive_loss(f, torch.zeros(N).double(), noise, y)
     torch.testing.assert_close(found, -log_p(name, f, y, noise), rtol=1e-9, atol=1e-9)
 
 
 @each
 def test_the_predictive_loss_is_that_of_the_integral(name: str) -> None:
     """Exactly for numbers; for classes mean field, which is near it."""
-    likelihood, m, y, noise = LIKELIHOODS[name], logits(name), targets(name), 0.3
+    likelihood, m, y, noise = value(name), logits(name), targets(name), 0.3
     v = torch.linspace(0.1, 0.6, N).double()
     draws = m + v.sqrt()[:, None] * torch.randn(200_000, *m.shape, generator=torch.Generator().manual_seed(0)).double()
     flat = draws.reshape(-1, m.shape[1])
@@ -87,7 +94,7 @@ def test_the_predictive_loss_is_that_of_the_integral(name: str) -> None:
 
 @each
 def test_mean_and_variance_of_the_target_are_those_of_draws(name: str) -> None:
-    likelihood, m, noise = LIKELIHOODS[name], logits(name), 0.3
+    likelihood, m, noise = value(name), logits(name), 0.3
     assert (likelihood.mean is None) == (likelihood.variance is None) == likelihood.of_classes
     if likelihood.mean is None or likelihood.variance is None:
         return
@@ -105,7 +112,7 @@ def test_mean_and_variance_of_the_target_are_those_of_draws(name: str) -> None:
 
 @each
 def test_targets_of_the_wrong_kind_are_refused(name: str) -> None:
-    likelihood, k = LIKELIHOODS[name], outputs(name)
+    likelihood, k = value(name), outputs(name)
     if likelihood.of_classes:
         wrong = [torch.tensor([0.5, 1.0]), torch.tensor([0, likelihood.num_classes(k)]), torch.tensor([-1, 0])]
     else:
@@ -118,13 +125,13 @@ def test_targets_of_the_wrong_kind_are_refused(name: str) -> None:
 
 @each
 def test_outputs_and_scores_are_known(name: str) -> None:
-    likelihood = LIKELIHOODS[name]
+    likelihood = value(name)
     assert likelihood.outputs.fewest <= outputs(name) <= likelihood.outputs.most
     assert likelihood.score in SCORES
     assert likelihood.doubt in SCORES
     assert likelihood.calibrated in (None, "logit_scale", "noise")
     assert likelihood.noisy == (likelihood.calibrated == "noise")
-    assert bool(likelihood.num_classes(outputs(name))) == likelihood.of_classes
+    assert bool(likelihood.num_classes(outputs(name))) == (likelihood.of_classes and name != LABELS)
 
 
 def test_the_likelihood_of_targets_without_a_name() -> None:

@@ -18,7 +18,7 @@ whole = st.lists(st.integers(0, 3), min_size=N, max_size=N).filter(lambda w: sum
 
 def make(likelihood: str, **head: object) -> afield.SNGP:
     torch.manual_seed(0)
-    outputs = 1 if LIKELIHOODS[likelihood].outputs.most == 1 else 3
+    outputs = 1 if LIKELIHOODS[likelihood].of_labels else 3
     net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, outputs))
     options = {"num_random_features": 16, "length_scale": 2.0, "ridge": 0.3, "variance_features": "same"} | head
     return afield.sngp(net, likelihood=likelihood, **options).double()
@@ -27,7 +27,7 @@ def make(likelihood: str, **head: object) -> afield.SNGP:
 def data(likelihood: str) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(N, 4, generator=generator, dtype=torch.float64)
-    outputs = 1 if LIKELIHOODS[likelihood].outputs.most == 1 else 3
+    outputs = 1 if LIKELIHOODS[likelihood].of_labels else 3
     if LIKELIHOODS[likelihood].of_classes:
         return x, torch.randint(LIKELIHOODS[likelihood].num_classes(outputs), (N,), generator=generator)
     return x, torch.randint(5, (N, outputs), generator=generator).double()

@@ -26,7 +26,7 @@ def average(predictions: Sequence[Prediction]) -> Prediction:
         if variance is None:
             raise ValueError("Averaging gaussian predictions needs their variance.")
         within = variance[:, None] if variance.dim() == 1 else variance
-        noise = sum(p.noise or 0.0 for p in predictions) / len(predictions)
+        noise = sum(0.0 if p.noise is None else p.noise for p in predictions) / len(predictions)
         return Prediction(outputs.mean(0), between + within, noise=noise, likelihood=likelihood)
     probs = _stacked([p.probs for p in predictions])
     if probs is None:

@@ -118,6 +118,8 @@ class Hidden:
             batch, self.device, net=self.model.net, target=self.target, inputs=self.inputs
         )
         h = self.model.hidden(*args, **kwargs)
+        if h.dim() < 2:
+            self.model.head.checked(h)  # which has the message
         self.num_inputs += len(h)
         check_finite(h.flatten(1), before=before)
         if target is not None and not isinstance(target, Tensor):  # file names and the like

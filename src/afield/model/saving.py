@@ -186,7 +186,12 @@ def read_index(path: str | os.PathLike[str]) -> dict[str, Any]:
             content = {name: value for name, value in index.items() if name != "sha256"}
             if index.get("sha256") != hash_json(content):
                 raise ValueError("its content is not what was written: the hash inside does not match")
-        file_name, settings = str(index["tensors"]["file"]), index["settings"]
+        files, settings = (
+            [index["tensors"]["file"], (index.get("neighbours") or index["tensors"])["file"]],
+            index["settings"],
+        )
+        if not all(isinstance(file_name, str) for file_name in files):
+            raise ValueError(f"tensor files {files}")
         index["tensors"]["sha256"], settings["output"], settings["head"].items(), index["metadata"].items()
         if index["kind"] not in ("sngp", "attach"):
             raise ValueError(f"unknown kind {index['kind']!r}")
@@ -202,7 +207,7 @@ def read_index(path: str | os.PathLike[str]) -> dict[str, Any]:
             f"{file} has format {version}, written by afield {index.get('afield')}; this afield ({__version__}) reads "
             f"format {FORMAT}. Upgrade afield."
         )
-    for name in (file_name, str((index.get("neighbours") or index["tensors"])["file"])):
+    for name in files:
         if Path(name).name != name:
             raise DamagedModel(f"{file} names a tensor file outside its folder: {name!r}.")
     return index

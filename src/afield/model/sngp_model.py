@@ -146,7 +146,7 @@ class SNGP(nn.Module):
         graph = torch.enable_grad() if gradients else contextlib.nullcontext()
         with evaluating(self), graph, kept_weights(self.net):
             h = _without_infinity(self.hidden(*args, **kwargs), args or tuple(kwargs.values()))
-            if h.dim() == 2:
+            if h.dim() <= 2:
                 prediction = self.head.predict(h, **options)
             else:
                 prediction = predict_positions(self.head, h, mask_of(kwargs, h.shape[:-1]), **options)
