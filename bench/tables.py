@@ -13,6 +13,7 @@ fitted without; its mean is that of a fit to all of them. GaussianProcessClassif
 the cube of the rows, are left out where there are more than 600 to train on.
 """
 
+import itertools
 import json
 import sys
 import time
@@ -34,7 +35,7 @@ from sklearn.ensemble import (
 from sklearn.gaussian_process import GaussianProcessClassifier, GaussianProcessRegressor
 from sklearn.gaussian_process.kernels import RBF, ConstantKernel, WhiteKernel
 from sklearn.metrics import log_loss, roc_auc_score
-from sklearn.model_selection import StratifiedShuffleSplit, train_test_split
+from sklearn.model_selection import ShuffleSplit, StratifiedShuffleSplit, train_test_split
 from sklearn.neural_network import MLPClassifier, MLPRegressor
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
@@ -98,12 +99,9 @@ def _made(model: Any, classes: int) -> Any:
     return kind(**options)
 
 
-def splits(y: np.ndarray, classes: bool) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    if classes:
-        yield from StratifiedShuffleSplit(SPLITS, test_size=TEST, random_state=0).split(y[:, None], y)
-        return
-    for seed in range(SPLITS):
-        yield tuple(train_test_split(np.arange(len(y)), test_size=TEST, random_state=seed))
+def splits(y: np.ndarray, classes: bool) -> list[tuple[np.ndarray, np.ndarray]]:
+    kind = StratifiedShuffleSplit if classes else ShuffleSplit
+    return list(kind(SPLITS, test_size=TEST, random_state=0).split(y[:, None], y))
 
 
 def classify(model: Any, x: np.ndarray, y: np.ndarray, x_test: np.ndarray, y_test: np.ndarray) -> dict[str, float]:
@@ -150,25 +148,23 @@ def regress(model: Any, x: np.ndarray, y: np.ndarray, x_test: np.ndarray, y_test
 
 
 def work(only: Sequence[str]) -> Iterator[tuple[dict[str, Any], Callable[[], dict[str, float]]]]:
-    """What there is to do: the key of a record, and what makes its numbers."""
-    for kind, names, run in (("classification", CLASSIFICATION, classify), ("regression", REGRESSION, regress)):
-        for model, estimator in peers(kind).items():
-            if only and model not in only:
-                continue
-            for name in names:
+    """What there is to do, split by split: the key of a record, and what makes its numbers."""
+    kinds = (("classification", CLASSIFICATION, classify), ("regression", REGRESSION, regress))
+    estimators = {kind: peers(kind) for kind, _, _ in kinds}
+    for split in range(SPLITS):
+        for kind, names, run in kinds:
+            for name, (model, estimator) in itertools.product(names, estimators[kind].items()):
                 x, y = table(name)
-                for split, (train, test) in enumerate(splits(y, kind == "classification")):
-                    if model == "GP" and len(train) > MOST_FOR_GP:
-                        continue
-                    parts = (x[train], y[train], x[test], y[test])
-                    key = {"kind": kind, "table": name, "model": model, "split": split, "rows": len(train)}
-                    yield key, lambda run=run, estimator=estimator, parts=parts: run(estimator, *parts)
-    for detector in DETECTORS:
-        if not only or detector in only:
-            for name in SETTINGS:
-                for split in range(SPLITS):
-                    key = {"kind": "detection", "table": name, "model": detector, "split": split}
-                    yield key, lambda detector=detector, name=name, split=split: detect(detector, name, split)
+                train, test = splits(y, kind == "classification")[split]
+                if (only and model not in only) or (model == "GP" and len(train) > MOST_FOR_GP):
+                    continue
+                parts = (x[train], y[train], x[test], y[test])
+                key = {"kind": kind, "table": name, "model": model, "split": split, "rows": len(train)}
+                yield key, lambda run=run, estimator=estimator, parts=parts: run(estimator, *parts)
+        for name, detector in itertools.product(SETTINGS, DETECTORS):
+            if not only or detector in only:
+                key = {"kind": "detection", "table": name, "model": detector, "split": split}
+                yield key, lambda detector=detector, name=name, split=split: detect(detector, name, split)
 
 
 def main(only: Sequence[str]) -> None:
