@@ -27,7 +27,6 @@ from afield.settings import Settings
 parameters = dataclass(kw_only=True, eq=False, repr=False)  # scikit-learn has its own repr, and compares by identity
 _LEAST_HELD_OUT, _MOST_HELD_OUT = 24, 4000  # clusters of rows
 _MOST_OF_A_STREAM = 2000  # rows that a stream keeps to calibrate on
-_STILL_FALLING = 0.05  # of the loss, over the last fifth of the epochs; and by more than 0.01
 
 
 def _positive(*others: Any, closed: str = "neither", right: float | None = None) -> list[Any]:
@@ -108,9 +107,8 @@ class SNGPEstimator(Fitted):
                 adapt(model, trained)
             else:
                 architecture, model = self._architecture, copy.deepcopy(self.model_)
-            how = self._training(len(trained))
-            history = train_network(model, trained, held, how)
-        self._warn_if_falling(history, how.settings.epochs)
+            history = train_network(model, trained, held, self._training(len(trained)))
+        self._warn_if_falling(history)
         finish(model, trained)
         self._architecture, self._num_seen, self.model_ = architecture, len(rows), model
         self._calibrate(held, learns=numbers or self.early_stopping, rows=trained)
@@ -209,14 +207,13 @@ class SNGPEstimator(Fitted):
             report=print if self.verbose else lambda line: None,
         )
 
-    def _warn_if_falling(self, history: History, epochs: int) -> None:
-        """Where training ended while the loss was still falling."""
-        watched, last = history.watched, max(1, epochs // 5)
-        before, best = min(watched[:-last], default=watched[0]), min(watched)
-        if self.early_stopping and len(watched) == epochs and before - best > max(_STILL_FALLING * abs(before), 0.01):
+    def _warn_if_falling(self, history: History) -> None:
+        """Where max_iter has ended the training before `n_iter_no_change` epochs without a gain did."""
+        epochs, best = len(history.watched), int(np.argmin(history.watched))
+        if self.early_stopping and epochs == self.max_iter and best > epochs - 1 - self.n_iter_no_change:
             warnings.warn(
-                f"After {epochs} epochs the loss was still falling: from {before:.4g} to {best:.4g} over the last "
-                f"{last}. Use a larger max_iter, or a larger learning_rate.",
+                f"Training reached max_iter={epochs} epochs, and its loss was least after {best + 1}: it may not have "
+                "converged. Use a larger max_iter.",
                 ConvergenceWarning,
                 stacklevel=4,
             )

@@ -59,8 +59,8 @@ def fit_noise(model: SNGP, rows: Rows, held: Rows, seed: int) -> InputNoise | No
     rows, noise = rows[order], float(model.head.noise)
     of_rows, of_held = (_Errors.of(model, part) for part in (rows, held))
     flat = InputNoise(torch.zeros(held.y.shape[1], of_held.phi.shape[1]).double(), torch.zeros(held.y.shape[1]).double())
-    best, chosen = of_held.losses(flat, noise), None
-    unchanged = best
+    unchanged = best = of_held.losses(of_held.levelled(flat, noise), noise)
+    chosen = None
     for penalty in _PENALTIES:
         found = of_held.levelled(of_rows.fit(noise, penalty), noise)
         losses = of_held.losses(found, noise)
