@@ -30,10 +30,14 @@ from bench.defaults import PAGE, ROOT, fill, markdown
 RECORD = ROOT / "results" / "bounds.json"
 SEEDS = range(3)
 RATE, DECAY, BATCH = 1e-3, 0.01, 64
-VARIANTS = ("dense", "default", "0.95, one rate", "default, one rate")
-"""The bound, and whether one learning rate holds for all layers, or those of `afield.parameter_groups`.
+TWICE = "twice the length scale"
+VARIANTS = ("dense", "default", "0.95, one rate", TWICE, "default, one rate")
+"""The bound, and whether one learning rate holds for all layers, or those of `afield.parameter_groups`; the default
+with a length scale of the mean of two median distances instead of one.
 
 Without convolutions the last is the one before it, and is not run."""
+
+_HEAD = {TWICE: {"fraction": 2.0}}
 
 
 class Data(NamedTuple):
@@ -63,9 +67,9 @@ def run(trial: Trial, variant: str, seed: int) -> dict[str, float]:
     net = trial.network()
     model: Any = net
     if variant != "dense":
-        model = afield.sngp(net, 0.95) if variant.startswith("0.95") else afield.sngp(net)
+        model = afield.sngp(net, 0.95) if variant.startswith("0.95") else afield.sngp(net, **_HEAD.get(variant, {}))
     groups: Any = model.parameters()
-    if variant == "default":
+    if variant in ("default", TWICE):
         groups = afield.parameter_groups(model, lr=RATE, weight_decay=DECAY, num_examples=len(train))
     optimizer = torch.optim.AdamW(groups, lr=RATE, weight_decay=DECAY)
     for _ in range(trial.epochs):

@@ -1,172 +1,180 @@
 """All scores on the same hidden vectors: how well each tells near and far OOD data from test data.
 
-    AFIELD_DATA=... python -m bench.detectors      a few minutes; writes results/detectors.json, fills docs/results.md
+    AFIELD_DATA=... python -m bench.detectors           every task that results/detectors.json lacks
+    AFIELD_DATA=... python -m bench.detectors clinc     these tasks, again
 
-Two public CIFAR-10 ResNet-56 that nobody touches. Fitted scores see 20,000 training images; every other test image is
-in-domain data, and the rest is held out for `afield.calibrate`. CIFAR-100 is near; SVHN, MNIST and Gaussian noise are
-far. `variance` and `joined` are those of `afield.attach`, and `dempster_shafer` reads its variance; the other scores
-see the network's own logits. Every score has its published or default options: none was chosen on OOD data here, but
-the two networks are those on which the defaults of afield were chosen (docs/defaults.md). Hidden vectors are kept in
-the temporary folder, so a second call takes seconds.
+Then fills docs/results.md. Networks and data are those of `bench.detector_sources`. Every score has its published or
+default options: none was chosen on OOD data here, but the two public ResNet-56 are those on which the defaults of
+afield were chosen (docs/defaults.md).
 
-A new task is one line in `SOURCES`: a function that returns a `Source`.
+WEIGHTS says what other weights of the joined score would give, with unit Mahalanobis distance as a fourth source.
 """
 
-import hashlib
 import json
-import os
-import tempfile
+import sys
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Iterable, Mapping
 from statistics import fmean
 from typing import Any
 
-import numpy as np
 import torch
-from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 import afield
-from afield.backbones import ResNetCIFAR
+from afield.gp.joined_score import WEIGHTS as OURS
+from afield.gp.joined_score import JoinedScore
+from afield.model.calibration import sources_of
 from afield.model.saving import write_file
 from afield.prediction.distance_scores import make_all
 from afield.prediction.metrics import auroc
 from afield.prediction.prediction import Prediction
 from afield.prediction.scores import SCORES
-from afield.tasks.image_tensors import noise
-from bench.attach import SETS, hidden_of
 from bench.defaults import ROOT, fill, markdown
+from bench.detector_sources import SOURCES, Source, halves
 
 RECORD, PAGE = ROOT / "results" / "detectors.json", ROOT / "docs" / "results.md"
-NEAR, FAR = ("cifar100",), ("svhn", "mnist", "noise")
 NEEDS_OOD_DATA: frozenset[str] = frozenset()  # scores whose options were chosen on OOD data; published ones are not
-TITLES = {"resnet56": "ResNet-56", "resnet56_b": "second ResNet-56"}
-OF_B = {"projection": True, "mean": (0.4914, 0.4822, 0.4465), "std": (0.2023, 0.1994, 0.2010)}
-
-
-@dataclass(frozen=True)
-class Source:
-    """What scores get to see of one task.
-
-    train, labels  predictions with hidden vectors of training data, and their classes: for fitted scores
-    test           in-domain predictions
-    near, far      OOD predictions by the name of their set
-    output         the dense layer over the hidden vectors, or None
-    """
-
-    train: Prediction
-    labels: Tensor
-    test: Prediction
-    near: Mapping[str, Prediction]
-    far: Mapping[str, Prediction]
-    output: nn.Linear | None
-
-
-def load_net(weights: str, **options: Any) -> tuple[ResNetCIFAR, Path]:
-    """A CIFAR-10 ResNet-56 of the data folder, and the file of its weights."""
-    file = Path(os.environ["AFIELD_DATA"]) / "weights" / f"{weights}.safetensors"
-    net = ResNetCIFAR(56, **options)
-    net.load_state_dict({name.replace("fc.", "linear."): tensor for name, tensor in load_file(file).items()})
-    net.eval().to(memory_format=torch.channels_last)
-    return net, file
-
-
-def cifar10(weights: str, **options: Any) -> Source:
-    """A CIFAR-10 ResNet-56 of the data folder."""
-    net, file = load_net(weights, **options)
-    hidden = cached(file, lambda: {name: hidden_of(net, x) for name, x in images().items()})
-    labels, test = (load(SETS[name])[1].long() for name in ("train", "test"))
-    torch.manual_seed(0)
-    model = afield.attach(net.linear)
-    afield.fit_posterior(model, list(zip(hidden["train"].split(500), labels.split(500), strict=True)))
-    afield.calibrate(model, [(hidden["test"][::2], test[::2])])
-    prediction = {name: _dense(net.linear, h, model.predict(h)) for name, h in hidden.items()}
-    near, far = ({name: prediction[name] for name in names} for names in (NEAR, FAR))
-    return Source(prediction["train"], labels, prediction["test"][1::2], near, far, net.linear)
-
-
-SOURCES: dict[str, Callable[[], Source]] = {
-    "resnet56": lambda: cifar10("cifar10_resnet56"),
-    "resnet56_b": lambda: cifar10("cifar10_resnet56_b", **OF_B),
+WEIGHTS = {
+    "1, 1/2, 1/2 (ours)": (1.0, 0.5, 0.5, 0.0),
+    "variance alone": (1.0, 0.0, 0.0, 0.0),
+    "1, 1/2, 0": (1.0, 0.5, 0.0, 0.0),
+    "1, 0, 1/2": (1.0, 0.0, 0.5, 0.0),
+    "1/2, 1, 1/2": (0.5, 1.0, 0.5, 0.0),
+    "1, 1, 1": (1.0, 1.0, 1.0, 0.0),
+    "1, 1/2, 1/2, 1/2": (1.0, 0.5, 0.5, 0.5),
+    "1, 1/2, 1/4, 1/2": (1.0, 0.5, 0.25, 0.5),
+    "1/2, 1/2, 1/2, 1/2": (0.5, 0.5, 0.5, 0.5),
 }
+"""Of the variance, the energy, the class distance, and unit Mahalanobis distance."""
+Row = dict[str, Any]
 
 
-def main() -> None:
-    tasks = {name: compare(make()) for name, make in SOURCES.items()}
-    versions = {"afield": afield.__version__, "torch": torch.__version__}
-    record = {"command": "python -m bench.detectors", "versions": versions, "tasks": tasks}
-    write_file(RECORD, (json.dumps(record, indent=1) + "\n").encode())
+def main(names: Iterable[str] = ()) -> None:
+    tasks = json.loads(RECORD.read_text(encoding="utf-8"))["tasks"] if RECORD.exists() else {}
+    for name in names or [name for name in SOURCES if name not in tasks]:
+        _, seeds, make = SOURCES[name]
+        tasks[name] = average([compare(make(seed)) for seed in range(seeds)]) | {"seeds": seeds}
+        versions = {"afield": afield.__version__, "torch": torch.__version__}
+        record = {"command": "python -m bench.detectors", "versions": versions}
+        record |= {"tasks": {known: tasks[known] for known in SOURCES if known in tasks}}
+        write_file(RECORD, (json.dumps(record, indent=1) + "\n").encode())
+        print(name, json.dumps(tasks[name]["scores"]["joined"]), flush=True)
     for name, text in tables().items():
         fill(PAGE, name, text)
 
 
-def compare(source: Source) -> dict[str, dict[str, Any]]:
-    """By score: AUROC on every OOD set, near and far on average, and the seconds of fitting and of all scores."""
+def compare(source: Source) -> dict[str, dict[str, Row]]:
+    """By score, and by weights of the joined one: AUROC on every OOD set, near and far on average, seconds."""
     train, rows = source.train, {}
     num_features, num_classes = train.features.shape[1], train.logits.shape[1]
     functions: dict[str, Any] = {name: (lambda: None, s, s.applies) for name, s in SCORES.items()}
     for name, score in make_all(num_features, num_classes, output=source.output).items():
         fit = lambda score=score: score.update(train.features, source.labels, train.logits)  # noqa: E731
         functions[name] = (fit, score.score, score.applies)
+    sets = {"test": source.test, **source.near, **source.far}
+    unit: Mapping[str, Tensor] = {}
     for name, (fit, score, applies) in functions.items():
         begin = time.perf_counter()
         fit()
         between = time.perf_counter()
-        sets = {"test": source.test, **source.near, **source.far}
         if not all(map(applies, sets.values())):
             continue
         values = {of: score(prediction) for of, prediction in sets.items()}
-        row = {f"auroc/{of}": round(auroc(values["test"], v), 4) for of, v in values.items() if of != "test"}
-        means = {kind: fmean(row[f"auroc/{of}"] for of in getattr(source, kind)) for kind in ("near", "far")}
         seconds = {"fit_seconds": between - begin, "score_seconds": time.perf_counter() - between}
-        row |= {key: round(value, 4) for key, value in (means | seconds).items()}
-        rows[name] = row | {"needs_ood_data": name in NEEDS_OOD_DATA}
-    return rows
+        rows[name] = _aurocs(source, values) | {key: round(value, 4) for key, value in seconds.items()}
+        if name == "unit_mahalanobis":
+            unit = values | {"held": score(source.held)}
+    parts = {of: _tails(source, prediction, unit[of], unit["held"]) for of, prediction in sets.items()}
+    weights = {
+        name: _aurocs(source, {of: t @ torch.tensor(w, dtype=t.dtype) for of, t in parts.items()})
+        for name, w in WEIGHTS.items()
+    }
+    return {"scores": rows, "weights": weights}
+
+
+def _aurocs(source: Source, values: Mapping[str, Tensor]) -> Row:
+    row: Row = {f"auroc/{of}": round(auroc(values["test"], v), 4) for of, v in values.items() if of != "test"}
+    kinds = {kind: getattr(source, kind) for kind in ("near", "far")}
+    means = {kind: fmean(row[f"auroc/{of}"] for of in those) for kind, those in kinds.items() if those}
+    return row | {kind: round(value, 4) for kind, value in means.items()}
+
+
+@torch.no_grad()
+def _tails(source: Source, prediction: Prediction, unit: Tensor, unit_held: Tensor) -> Tensor:
+    """-log p (N, 4) of the sources of the joined score and of unit Mahalanobis distance."""
+    head, first = source.model.head, halves(source.held)
+    seen = [sources_of(head, p.features).double() for p in (source.held[first], prediction)]
+    fourth = [m.double()[:, None].expand(-1, len(OURS)) for m in (unit_held[first], unit)]
+    return torch.cat([_each(*seen), _each(*fourth)[:, :1]], dim=1)
+
+
+def _each(held: Tensor, values: Tensor) -> Tensor:
+    """The terms of a joined score that is fitted to `held`, each without its weight."""
+    score = JoinedScore()
+    score.fit(held)
+    above = (values[..., None] - score.knots).clamp_min(0)
+    return (torch.minimum(above, score.widths) * score.slopes).sum(-1) / torch.tensor(OURS, dtype=values.dtype)
+
+
+def average(seeds: list[dict[str, dict[str, Row]]]) -> dict[str, dict[str, Row]]:
+    """The means over seeds, row by row."""
+    return {
+        kind: {
+            name: {key: round(fmean(seed[kind][name][key] for seed in seeds), 4) for key in row}
+            for name, row in seeds[0][kind].items()
+        }
+        for kind in seeds[0]
+    }
 
 
 def tables() -> dict[str, str]:
     """The text between the marks of each name, from the record as it is."""
     tasks = json.loads(RECORD.read_text(encoding="utf-8"))["tasks"]
-    kinds = [(task, kind) for task in tasks for kind in ("near", "far")]
-    rows = [["score", "needs OOD data for tuning", *[f"{TITLES[task]}, {kind}" for task, kind in kinds]]]
-    for name in dict.fromkeys(name for of_task in tasks.values() for name in of_task):
-        cells = [tasks[task].get(name) for task in tasks]
-        tuned = any(cell["needs_ood_data"] for cell in cells if cell)
-        values = [f"{tasks[task][name][kind]:.3f}" if name in tasks[task] else "" for task, kind in kinds]
-        rows.append([f"`{name}`", "yes" if tuned else "no", *values])
-    return {"detectors": markdown(rows, left=2)}
+    of_tables = [task for task in tasks if task.startswith("table-")]
+    return {
+        "detectors": _table(tasks, [task for task in tasks if task not in of_tables], summary=False),
+        "detectors on tables": _table(tasks, of_tables, summary=False),
+        "detectors in all": _table(tasks, list(tasks), summary=True),
+        "weights of the joined score": _weights(tasks),
+    }
 
 
-def images() -> dict[str, Tensor]:
-    """Images (N, 3, 32, 32) in bytes by set; digits stand on black, the same in all channels."""
-    images = {name: load(file)[0].permute(0, 3, 1, 2) for name, file in SETS.items()}
-    digits = nn.functional.pad(load("mnist_test10k")[0][:2500], (2, 2, 2, 2))
-    return images | {"mnist": digits[:, None].expand(-1, 3, -1, -1), "noise": noise(2500, (3, 32, 32), 0).tensors[0]}
+def _columns(tasks: Mapping[str, Any], names: Iterable[str]) -> list[tuple[str, str]]:
+    return [(task, kind) for task in names for kind in ("near", "far") if kind in tasks[task]["scores"]["joined"]]
 
 
-def load(name: str) -> tuple[Tensor, Tensor]:
-    with np.load(Path(os.environ["AFIELD_DATA"]) / "images" / f"{name}.npz") as data:
-        return torch.from_numpy(data["x"]), torch.from_numpy(data["y"])
+def _table(tasks: Mapping[str, Any], names: list[str], *, summary: bool) -> str:
+    columns = _columns(tasks, names)
+    best = {c: max(row[c[1]] for row in tasks[c[0]]["scores"].values()) for c in columns}
+    head = ["score", *[f"{SOURCES[task][0]}, {kind}" for task, kind in columns]]
+    if summary:
+        head = ["score", "needs OOD data for tuning", "columns", "mean", "mean of `joined` there"]
+        head += ["furthest behind the best"]
+    body = []
+    for name in dict.fromkeys(name for task in tasks.values() for name in task["scores"]):
+        of = {c: tasks[c[0]]["scores"][name][c[1]] for c in columns if name in tasks[c[0]]["scores"]}
+        ours = fmean(tasks[c[0]]["scores"]["joined"][c[1]] for c in of) if of else 0.0
+        cells = [f"{of[c]:.3f}" if c in of else "" for c in columns]
+        if summary and of:
+            gap = max(best[c] - value for c, value in of.items())
+            cells = ["yes" if name in NEEDS_OOD_DATA else "no", str(len(of))]
+            cells += [f"{value:.3f}" for value in (fmean(of.values()), ours, gap)]
+        if of:
+            body.append([f"`{name}`", *cells])
+    return markdown([head, *body], left=2 if summary else 1)
 
 
-def cached(weights: Path, make: Callable[[], dict[str, Tensor]], *, sets: Any = (SETS, NEAR, FAR)) -> dict[str, Tensor]:
-    """Hidden vectors by set, made once for these weights and these sets."""
-    key = hashlib.blake2b(weights.read_bytes() + repr(sets).encode(), digest_size=8).hexdigest()
-    file = Path(tempfile.gettempdir()) / "afield-detectors" / f"{weights.stem}-{key}.safetensors"
-    if not file.exists():
-        file.parent.mkdir(exist_ok=True)
-        save_file({name: h.contiguous() for name, h in make().items()}, file)
-    return load_file(file)
-
-
-@torch.no_grad()
-def _dense(linear: nn.Linear, h: Tensor, attached: Prediction) -> Prediction:
-    """The network's own prediction, with the variance and the joined score of the attached model."""
-    logits = linear(h)
-    return Prediction(logits, attached.variance, logits.softmax(1), features=h, joined=attached.joined)
+def _weights(tasks: Mapping[str, Any]) -> str:
+    columns = _columns(tasks, tasks)
+    best = {c: max(row[c[1]] for row in tasks[c[0]]["scores"].values()) for c in columns}
+    kinds = [("near", "near, mean"), ("far", "far, mean")]
+    rows = [["weights", "mean", *[title for _, title in kinds], "furthest behind the best score"]]
+    for name in WEIGHTS:
+        of = {c: tasks[c[0]]["weights"][name][c[1]] for c in columns}
+        means = [fmean(of.values()), *[fmean(v for c, v in of.items() if c[1] == kind) for kind, _ in kinds]]
+        rows.append([name, *[f"{value:.3f}" for value in (*means, max(best[c] - v for c, v in of.items()))]])
+    return markdown(rows, left=1)
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -34,7 +34,7 @@ from afield.prediction.prediction import Prediction
 from afield.tasks.corruptions import CorruptedSets
 from bench.attach import SETS, batches, hidden_of, softmax, temperature
 from bench.defaults import ROOT, fill, markdown
-from bench.detectors import OF_B, cached, images, load, load_net
+from bench.detector_sources import OF_B, cached, images, load, load_net
 
 RECORD, PAGE = ROOT / "results" / "peers.json", ROOT / "docs" / "results.md"
 OOD, CORRUPTED = ("svhn", "cifar100"), 250

@@ -74,6 +74,7 @@ _MODULES = {  # that are used by their short name
     "scores": "prediction",
     "distance_scores": "prediction",
     "metrics": "prediction",
+    "labels": "prediction",
     "spectral": "bounds",
     "features": "gp",
     "posterior": "model",

@@ -5,6 +5,10 @@ class NotFitted(RuntimeError):
     """A variance was asked for before the posterior was fitted."""
 
 
+class Unsuitable(ValueError):
+    """A score was asked of a prediction, or fitted to training data, that it has no meaning for."""
+
+
 class Stale(RuntimeError):
     """The network has changed since its posterior was fitted: what was asked for would be wrong."""
 

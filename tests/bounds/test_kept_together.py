@@ -83,6 +83,15 @@ def test_another_layer_is_noticed() -> None:
     assert torch.equal(run(net, x), fold(net)(x))
 
 
+def test_after_a_pass_with_gradients_layers_are_compared_together_again() -> None:
+    net, x = started()
+    out = net(x)  # which drops what was kept
+    assert torch.equal(run(net, x), out)
+    run(net, x)
+    assert made(lambda: run(net, x)) == 0
+    assert compared(net, x) == 0
+
+
 def test_writing_into_what_was_read_does_not_change_the_network() -> None:
     net, x = started()
     out = run(net, x)

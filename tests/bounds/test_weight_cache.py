@@ -8,8 +8,10 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from afield.bounds.spectral import _Bound, bound, bound_of, fold
+from afield.bounds.weight_cache import kept_weights
 
 LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "linear": (lambda: nn.Linear(6, 4), (3, 6)),
@@ -341,6 +343,27 @@ def test_a_second_parametrisation_is_not_kept() -> None:
         out = layer(x)
         second.by = 3.0
         assert not torch.equal(layer(x), out)
+
+
+class Twice(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return 2 * weight
+
+
+@pytest.mark.parametrize("number", [1, 5])  # of layers: few compare for themselves, many together
+def test_a_second_parametrisation_is_noticed_when_the_weight_is_kept_already(number: int) -> None:
+    net = nn.Sequential(*(bound(nn.Linear(4, 4), 0.3) for _ in range(number))).eval()
+    x = torch.randn(2, 4)
+    for _ in range(3):
+        with torch.no_grad(), kept_weights(net):
+            before = net(x)
+    with torch.no_grad():
+        parametrize.register_parametrization(net[0], "weight", Twice().eval())
+    with torch.no_grad(), kept_weights(net):
+        after = net(x)
+        chain = net[0].parametrizations["weight"]
+        assert torch.equal(net[0].weight, 2 * chain[0](chain.original))
+    assert not torch.equal(after, before)
 
 
 def test_attention_keeps_its_projections() -> None:

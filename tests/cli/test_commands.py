@@ -221,7 +221,9 @@ def test_unwritable_folder_is_one_clear_line(tmp_path: Path):
 @pytest.mark.slow
 def test_ctrl_c_says_how_to_go_on(tmp_path: Path):
     command = [sys.executable, "-m", "afield.cli.main", "train", "two-moons", "--method", "dnn", "--out", str(tmp_path)]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    # A shell that starts the tests in the background has them ignore SIGINT, and their children too.
+    notice = {"preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)}
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True, **notice)
     checkpoint = tmp_path / "two-moons" / "dnn" / "0" / "checkpoint.pt"
     deadline = time.monotonic() + 120
     while not checkpoint.exists() and time.monotonic() < deadline:

@@ -419,7 +419,7 @@ def test_attention_is_never_the_output() -> None:
 @pytest.mark.parametrize("name", ["3", "nonsense", "head"])
 def test_output_with_a_wrong_name(convert: Callable[..., SNGP], name: str) -> None:
     with pytest.raises(
-        ValueError, match=f"output='{name}' is not a Linear of this network. Its Linear layers: 0, 2, 4"
+        ValueError, match=f"output='{name}' is not a Linear of this network, nor a convolution .* There are: 0, 2, 4"
     ):
         convert(mlp(), output=name)
 
@@ -899,7 +899,7 @@ class HeadFirst(nn.Module):
 
 
 def test_a_layer_that_does_not_make_the_logits_is_refused_when_it_shows():
-    with pytest.raises(RuntimeError, match=r"'body' makes 8 numbers an input.*\(5, 3\) for 5 inputs.*output=\.\.\."):
+    with pytest.raises(RuntimeError, match=r"'body' makes 8 numbers for each of \(5,\) .*\(5, 3\).*output=\.\.\."):
         afield.sngp(HeadFirst()).hidden(torch.randn(5, 4))
     assert afield.sngp(HeadFirst(), output="out").hidden(torch.randn(5, 4)).shape == (5, 8)
 

@@ -440,7 +440,9 @@ def test_noise_of_a_kept_mean_is_the_mean_square_of_its_residuals():
     x, y = regression(60, 0.09)
     model = attached(likelihood="gaussian")
     afield.fit_posterior(model, list(zip(x.split(8), y.split(8), strict=True)))
-    torch.testing.assert_close(model.head.noise, (model(x) - y).square().mean(), rtol=1e-12, atol=0)
+    squares = (model(x) - y).square().mean(0)
+    torch.testing.assert_close(model.head.noise, squares.log().mean().exp(), rtol=1e-10, atol=0)
+    torch.testing.assert_close(model.predict(x).noise[0], squares, rtol=1e-10, atol=0)
 
 
 def test_without_targets_the_noise_stays():

@@ -616,6 +616,17 @@ def test_features_that_equal_their_class_mean_have_no_covariance() -> None:
         score.score(of(normal(1, D)))
 
 
+def test_a_defect_is_not_taken_for_a_score_that_does_not_apply() -> None:
+    class Defective(Mahalanobis):
+        def _fit(self) -> dict[str, Tensor]:
+            raise ValueError("a defect")
+
+    score = Defective(D, K)
+    score.update(*data())
+    with pytest.raises(ValueError, match="a defect"):
+        score.applies(of(normal(1, D)))
+
+
 # What scores need -----------------------------------------------------------------------------------------------
 
 

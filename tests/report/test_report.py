@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from torch import Tensor
 
+from afield.errors import DamagedRun
 from afield.experiment import run_folder
 from afield.experiment.config import Config
 from afield.experiment.one_run import run
@@ -211,7 +212,7 @@ def test_nothing_is_left_half_written(page: Path):
 
 def test_a_record_is_the_tables_without_the_pictures(root: Path, page: Path, tmp_path: Path):
     assert record(root, tmp_path / "kept", title="Mine") == tmp_path / "kept" / "report.md"
-    assert {file.name for file in (tmp_path / "kept").iterdir()} == {"report.md", "report.json"}
+    assert {file.name for file in (tmp_path / "kept").iterdir()} == {"report.md", "report.json", "runs.jsonl"}
     text = (tmp_path / "kept" / "report.md").read_text(encoding="utf-8")
     assert text.startswith("# Mine")
     assert "![" not in text
@@ -224,6 +225,26 @@ def test_a_record_is_the_tables_without_the_pictures(root: Path, page: Path, tmp
         assert set(of_task["own_settings"]) == set(of_task["tables"]["all"]["rows"])
         assert not set(of_task["settings"]) & {key for own in of_task["own_settings"].values() for key in own}
     assert data["command"] == f"afield report {root} --record {tmp_path / 'kept'} --title Mine"
+
+
+def test_a_record_grows_by_runs_of_other_days_and_takes_those_made_again(tmp_path: Path):
+    def made(day: str, *runs: tuple[str, int, float]) -> Path:
+        for method, seed, accuracy in runs:
+            write(tmp_path / day, "t", method, seed, {"accuracy/clean": accuracy}, {"test": classes(9, 0)}, {})
+        record(tmp_path / day, tmp_path / "kept")
+        return tmp_path / "kept"
+
+    made("monday", ("dnn", 0, 0.5), ("dnn", 1, 0.7), ("sngp", 0, 0.8))
+    kept = made("tuesday", ("dnn", 1, 0.9), ("sngp", 1, 0.6))
+    data = json.loads((kept / "report.json").read_text())
+    cells = {m: row["accuracy/clean"] for m, row in data["tasks"]["t"]["tables"]["all"]["rows"].items()}
+    assert {m: (pytest.approx(c["mean"]), c["runs"]) for m, c in cells.items()} == {"dnn": (70, 2), "sngp": (70, 2)}
+    assert data["number_of_runs"] == 4
+    again = made("tuesday")
+    assert json.loads((again / "report.json").read_text())["tasks"] == data["tasks"]
+    (kept / "runs.jsonl").write_text("{")
+    with pytest.raises(DamagedRun, match="version control"):
+        made("tuesday")
 
 
 def test_it_is_written_where_asked(root: Path, tmp_path: Path):

@@ -9,7 +9,7 @@ from torch.nn.modules.module import _has_any_global_hook as any_global_hook
 from torch.nn.utils import parametrize
 
 from afield.bounds import optimizer_steps
-from afield.bounds.weight_cache import KEPT, KeptWeight, make_and_keep
+from afield.bounds.weight_cache import KEPT, KeptWeight, make_and_keep, regroup
 
 _KEPT_WEIGHT = KEPT + "weight"
 _CONVOLUTIONS = (nn.Conv1d.forward, nn.Conv2d.forward, nn.Conv3d.forward)
@@ -41,7 +41,8 @@ def _reader(name: str, make: Callable[[nn.Module], Tensor]) -> Callable[[nn.Modu
         source, place = chain[0], (chain._parameters, "original")
         if len(chain) > 1 or "original" not in chain._parameters or not hasattr(source, "made_of"):
             return make(layer)  # not a bound alone
-        value, layer.__dict__[slot] = make_and_keep(source, place, lambda: make(layer))
+        value, layer.__dict__[slot] = make_and_keep(source, place, chain._modules, lambda: make(layer))
+        regroup()
         return value
 
     return read
@@ -50,7 +51,8 @@ def _reader(name: str, make: Callable[[nn.Module], Tensor]) -> Callable[[nn.Modu
 def _call(layer: Any, *args: Any, **kwargs: Any) -> Any:
     """A convolution whose weight is kept, without the hook by which its bound sees the input.
 
-    In evaluation the hook has nothing to do once the input size is known, and costs a third of a small layer.
+    In evaluation the hook has nothing to do once the input size is known, and costs a third of a small layer. Hooks of
+    the backward pass have nothing to do either: a weight is read in its place only without gradients.
     """
     own = layer.__dict__
     kept: KeptWeight | None = own.get(_KEPT_WEIGHT)
@@ -60,8 +62,6 @@ def _call(layer: Any, *args: Any, **kwargs: Any) -> Any:
         or kwargs
         or len(args) != 1
         or own["_forward_hooks"]
-        or own["_backward_hooks"]
-        or own["_backward_pre_hooks"]
         or any_global_hook()
         or not kept.readable()
         or not _has_one_hook(own["_forward_pre_hooks"], kept)

@@ -16,7 +16,8 @@ Threads may read at once: what is kept never changes, it is only replaced.
 import contextlib
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from operator import attrgetter, is_, methodcaller
+from itertools import chain
+from operator import attrgetter, is_, itemgetter, methodcaller
 from typing import Any, Protocol
 
 import numpy as np
@@ -60,13 +61,13 @@ class KeptWeight:
     """
 
     __slots__ = (
-        "_address", "_constants", "_entries", "_entries_then", "_others", "_place", "_steps", "_stride",
+        "_address", "_chain", "_constants", "_entries", "_entries_then", "_others", "_place", "_steps", "_stride",
         "_value_version", "_version", "_weight", "source", "together", "value",
     )  # fmt: skip
 
-    def __init__(self, source: Source, place: Place) -> None:
+    def __init__(self, source: Source, place: Place, chain: dict[str, Any]) -> None:
         weight: Tensor = place[0][place[1]]
-        self.source, self._place, self._weight = source, place, weight
+        self.source, self._place, self._chain, self._weight = source, place, chain, weight
         self._address, self._stride, self._version = weight.data_ptr(), weight.stride(), weight._version
         self._steps, self._constants = optimizer_steps.count, source.constants()
         others = [(tensors, name, tensors[name]) for tensors, name in source.made_of()]
@@ -94,6 +95,7 @@ class KeptWeight:
         weight = self._weight
         if (
             tensors[name] is not weight
+            or list(self._chain.values()) != [self.source]  # another parametrisation came after it
             or self.source.training
             or weight.data_ptr() != self._address  # which says that the entries below are still there
             or weight._version != self._version
@@ -119,8 +121,8 @@ class _Together:
     """The kept weights of a network, compared as each compares itself. The loops run in C."""
 
     __slots__ = (
-        "_addresses", "_constants", "_entries", "_kept", "_layers", "_names", "_owners", "_places", "_slots",
-        "_sources", "_steps", "_strides", "_tensors", "_versions", "_weights", "pays",
+        "_addresses", "_chains", "_constants", "_entries", "_kept", "_layers", "_names", "_owners", "_places", "_slots",
+        "_sources", "_states", "_steps", "_strides", "_tensors", "_versions", "_weights", "complete", "pays",
     )  # fmt: skip
 
     def __init__(self, net: nn.Module) -> None:
@@ -129,9 +131,10 @@ class _Together:
         self._layers, self._slots = [layer for layer, _ in slots], [slot for _, slot in slots]
         self._kept: list[KeptWeight | None] = [layer.get(slot) for layer, slot in slots]
         kept = [one for one in self._kept if one is not None and one.stands()]
-        self.pays = len(kept) >= _FEWEST
+        self.pays, self.complete = len(kept) >= _FEWEST, len(kept) == len(slots)
         self._steps = optimizer_steps.count
-        self._sources = [one.source for one in kept]
+        self._sources, self._chains = [one.source for one in kept], [one._chain for one in kept]
+        self._states = [source.__dict__ for source in self._sources]
         self._constants = [one._constants for one in kept]
         self._weights = [one._weight for one in kept]
         self._addresses, self._strides = [one._address for one in kept], [one._stride for one in kept]
@@ -162,7 +165,8 @@ class _Together:
             and list(map(_VERSION, self._tensors)) == self._versions
             and list(map(Tensor.data_ptr, self._weights)) == self._addresses
             and list(map(Tensor.stride, self._weights)) == self._strides
-            and not any(map(_TRAINING, self._sources))
+            and list(chain.from_iterable(map(dict.values, self._chains))) == self._sources
+            and not any(map(_TRAINING, self._states))
             and list(map(_CONSTANTS, self._sources)) == self._constants
             and all(np.concatenate(entries).tobytes() == then for entries, then in self._entries)
         )
@@ -174,7 +178,7 @@ class _Together:
         return type(None), ()
 
 
-_VERSION, _TRAINING, _CONSTANTS = attrgetter("_version"), attrgetter("training"), methodcaller("constants")
+_VERSION, _TRAINING, _CONSTANTS = attrgetter("_version"), itemgetter("training"), methodcaller("constants")
 _COMPARED: ContextVar[_Together | None] = ContextVar("kept weights that were compared", default=None)
 
 
@@ -185,25 +189,33 @@ def kept_weights(net: nn.Module) -> Iterator[None]:
         yield
         return
     together: _Together | None = net.__dict__.get(_TOGETHER)
-    if together is None or not together.same_kept():
-        yield  # each layer compares, and keeps
-        net.__dict__[_TOGETHER] = _Together(net)
-    elif not together.pays or not together.stands():
-        yield
-    else:
+    if together is not None and together.pays and (together.complete or together.same_kept()) and together.stands():
         token = _COMPARED.set(together)
         try:
             yield
         finally:
             _COMPARED.reset(token)
+        return
+    yield  # each layer compares, and keeps
+    if together is None or not together.same_kept():
+        net.__dict__[_TOGETHER] = _Together(net)
 
 
-def make_and_keep(source: Source, place: Place, make: Callable[[], Tensor]) -> tuple[Tensor, KeptWeight | None]:
-    """The weight, and what may be kept of it."""
+def regroup() -> None:
+    """A layer of the network that runs has something else to keep: the next pass looks who has what."""
+    together = _COMPARED.get()
+    if together is not None:
+        together.complete = False
+
+
+def make_and_keep(
+    source: Source, place: Place, chain: dict[str, Any], make: Callable[[], Tensor]
+) -> tuple[Tensor, KeptWeight | None]:
+    """The weight, and what may be kept of it; `chain` has the parametrisations of the weight, source among them."""
     tensors = [tensors[name] for tensors, name in (place, *source.made_of())]
     if source.training or not plain_evaluation() or not all(_plain(tensor) for tensor in tensors):
         return make(), None
-    kept = KeptWeight(source, place)
+    kept = KeptWeight(source, place, chain)
     with torch.inference_mode(False), torch.no_grad():
         value = make()
     if value is tensors[0]:  # a convolution that has seen no input

@@ -18,7 +18,8 @@ class Report:
     out: Path | None = None
     """Folder or .html file to write; RUNS/report if not given."""
     record: Path | None = None
-    """Write to this folder instead, and the tables alone: report.md and report.json, for version control."""
+    """Write to this folder instead, and the tables alone: report.md and report.json, for version control. Runs that
+    it has already (runs.jsonl) and that are not below RUNS stay in it."""
     title: str = TITLE
     """Heading."""
 

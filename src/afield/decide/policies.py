@@ -26,6 +26,7 @@ from torch import Tensor
 
 from afield.decide.thresholds import coverage_threshold, risk_threshold
 from afield.prediction.checks import check_labels
+from afield.prediction.labels import each_label
 from afield.prediction.prediction import Prediction, likelihood_of
 from afield.prediction.scores import SCORES
 
@@ -283,3 +284,8 @@ def _check_rates(**rates: float | None) -> None:
     for name, value in rates.items():
         if value is not None and not 0 < value < 1:
             raise ValueError(f"{name} must lie strictly between 0 and 1, got {value}.")
+
+
+def label_policies(prediction: Prediction, target: Tensor, **goals: Any) -> list[Policy]:
+    """A policy for each of several labels, by the goals of `policy`; rule k decides about `labels.label(new, k)`."""
+    return [policy(each, target[:, k], **goals) for k, each in enumerate(each_label(prediction))]

@@ -68,7 +68,7 @@ def compare(
         if name == "example":
             on_example = {output: float(difference.max()) for output, difference in by_output.items()}
             if "probs" in right:
-                same_choice = float((right["probs"].argmax(-1) == found["probs"].argmax(-1)).double().mean())
+                same_choice = float((right["probs"].argmax(1) == found["probs"].argmax(1)).double().mean())
         else:
             determined = _sensitivity(expected, batch, right, seed) <= tolerance / 10
         rows, undetermined = rows + len(determined), undetermined + int((~determined).sum())
@@ -87,7 +87,8 @@ def differences(expected: Answers, actual: Answers) -> dict[str, Tensor]:
     for name, right in expected.items():
         a, b = right.double().flatten(1 if right.dim() > 1 else 0), actual[name].double()
         b = b.reshape(a.shape)
-        scale = torch.ones_like(a) if name in ("probs", "p_value", "accepted") else 1 + a.abs()
+        absolute = name == "probs" or name.endswith(("p_value", "accepted"))
+        scale = torch.ones_like(a) if absolute else 1 + a.abs()
         if name in ("mean", "std"):
             scale = expected["std"].double().reshape(a.shape)
         same = (a == b) | (a.isnan() & b.isnan())

@@ -37,6 +37,7 @@ from afield.model.batches import Field
 from afield.model.batches import Inputs as Fields
 from afield.model.saving import write_file
 from afield.model.sngp_model import SNGP
+from afield.prediction.p_values import conformal_p_value
 from afield.version import __version__
 
 FORMATS = ("onnx", "torch-export")
@@ -143,7 +144,8 @@ def _check_arguments(model: SNGP, format: str, labels: Sequence[str] | None, pre
         raise ValueError('precision="int8" is made by ONNX Runtime: use format="onnx", or precision="fp16".')
     if format == "onnx" and opset < OLDEST_OPSET:
         raise ValueError(f"ONNX opset {opset} is too old: the smallest that works is {OLDEST_OPSET}.")
-    classes = LIKELIHOODS[model.head.likelihood].num_classes(model.head.out_features)
+    likelihood, outputs = LIKELIHOODS[model.head.likelihood], model.head.out_features
+    classes = outputs if likelihood.has_labels(outputs) else likelihood.num_classes(outputs)
     if labels is not None and len(labels) != classes:
         raise ValueError(f"labels must name the {classes} classes of the model, got {len(labels)} names.")
 
@@ -185,6 +187,10 @@ def _check_p_values(answers: dict[str, Tensor], model: SNGP, alpha: float | None
         p_value = implied_p_value(model, answers)
         if not torch.equal(p_value, answers["p_value"]) or not torch.equal(p_value > alpha, answers["accepted"]):
             raise ExportError("The export's p-values are not those of its own scores; nothing was written.")
+        if "input_p_value" in answers:
+            of_inputs, _ = conformal_p_value(answers["input_score"], model.head.input_reference.cpu())
+            if not torch.equal(of_inputs, answers["input_p_value"]):
+                raise ExportError("The export's p-values of inputs are not those of its own scores; nothing was written.")
     return answers
 
 
@@ -215,6 +221,8 @@ def _metadata(
         "threshold": None if alpha is None else threshold(model, alpha),
         "reference": "" if alpha is None else base64.b64encode(head.reference.cpu().numpy().tobytes()).decode(),
         "reference_spans": graph.spans.tolist(),
+        "reference_draws": graph.draws,
+        "num_inputs": graph.num_inputs,
         "num_reference": (graph.spans[:, 1] - graph.spans[:, 0]).tolist() or graph.num_reference,
         "precision": precision or "float32",
     }

@@ -198,6 +198,8 @@ def score_file(
 def answers(prediction: Prediction, alpha: float | None = None, labels: Sequence[str] = ()) -> dict[str, np.ndarray]:
     """The columns of a part, by name; answers that the model does not give have none."""
     p, columns = prediction, {}
+    if p.has_labels:
+        raise ValueError("A file of answers has one class a row, and this model has several labels: use model.predict.")
     if p.probs is not None:
         chosen = p.labels
         if labels and len(labels) != p.probs.shape[1]:

@@ -2,6 +2,9 @@
 
     inputs -> h -> f, v -> probs, logits -> score -> p_value -> accepted
 
+Where the network answers at positions of an input, answers have them behind the batch, and a calibrated model gives
+input_score, input_p_value and input_accepted of every input as a whole.
+
 Classes give probs, logits (s f), variance, score, p_value, accepted; gaussian and poisson have mean and std in place of
 the first two. p_value and accepted are there if the model is calibrated. The head is `GaussianProcessHead` itself and
 the score is `Prediction.score`, so that there is one formula for each. Two things are said in other words:
@@ -29,13 +32,17 @@ from afield.gp.likelihoods import LIKELIHOODS
 from afield.model.batches import Field, split_batch
 from afield.model.batches import Inputs as Fields
 from afield.model.layers import replace_layer
+from afield.model.positions import mask_of
 from afield.model.sngp_model import SNGP
 from afield.prediction.p_values import class_p_value, conformal_p_value, fewest_rows, predicted_class
+from afield.prediction.positions import input_score, unflatten
 from afield.prediction.prediction import Prediction
-from afield.prediction.predictive import mean_field
+from afield.prediction.predictive import PREDICTIVES, of_labels
 
 ALPHA = 0.01
 HIDDEN = "hidden"
+_mean_field = PREDICTIVES["mean_field"]
+OF_INPUTS = ("input_score", "input_p_value", "input_accepted")
 
 
 @dataclass(frozen=True)
@@ -96,39 +103,45 @@ class Graph(nn.Module):
         head.factor()
         head.precision.free()  # the largest tensors of all, behind the factor
         self.alpha = chosen_alpha(model, alpha)
-        self.inputs, self.output = inputs, plain.output
+        self.input_alpha = input_alpha(model, self.alpha)
+        self.inputs, self.output = inputs, plain.head_name
         self.half_backbone, self.with_hidden = half, hidden
         likelihood = LIKELIHOODS[head.likelihood]
-        self.of_classes, self.noise = likelihood.of_classes, float(head.noise) if likelihood.noisy else None
+        self.of_classes = likelihood.of_classes
         self.head = head
-        self.net = replace_layer(plain.net, plain.output, Tap(head.out_features))
+        self.net = replace_layer(plain.net, plain.head_name, Tap(head.out_features))
         if half:
             self.net.half()
         reference = head.reference if head.calibrated else head.reference[:0]
         self.num_reference = reference.numel()
         self.score = head.score if head.calibrated else None
+        self.draws, self.num_inputs = int(head.reference_draws), head.input_reference.numel() if head.calibrated else 0
         self.register_buffer("spans", head.reference_spans)
-        size = 2 ** math.ceil(math.log2(self.num_reference + 1)) - 1
-        table = torch.cat([reference, reference.new_full((size - self.num_reference,), math.inf)])
-        # A float32 model's scores fit in float32, which every runtime can compare.
-        self.register_buffer("table", table.float() if torch.equal(table.float().double(), table) else table)
+        self.register_buffer("table", _table(reference))
+        self.register_buffer("input_table", _table(head.input_reference[: self.num_inputs]))
 
     @property
     def outputs(self) -> list[str]:
         """Names of the answers, in order."""
         first = ["probs", "logits"] if self.of_classes else ["mean", "std"]
         last = [] if self.alpha is None else ["p_value", "accepted"]
+        last += list(OF_INPUTS) if self.num_inputs and self.input_alpha is not None else []
         return [*first, "variance", "score", *last, *([HIDDEN] if self.with_hidden else [])]
 
     def forward(self, *tensors: Tensor) -> dict[str, Tensor]:
-        head, h = self.head, self.hidden(tensors)
+        head, found = self.head, self.hidden(tensors)
+        h = found.flatten(0, -2)
         mean, variance = head.posterior(h)
         if self.of_classes:
-            logits, probs = head.logit_scale * mean, mean_field(head.logit_scale * mean, variance)
+            logits, variance = head.scaled(mean, variance)
+            labels = LIKELIHOODS[head.likelihood].has_labels(head.out_features)
+            probs = (of_labels(_mean_field) if labels else _mean_field)(logits, variance, 0, None)[0]
             prediction = Prediction(logits, variance, probs, likelihood=head.likelihood)
             answers = {"probs": probs, "logits": logits}
         else:
-            prediction = Prediction(mean, variance, noise=self.noise, likelihood=head.likelihood)
+            prediction = head.of_numbers(mean, variance, h)
+            assert prediction.variance is not None
+            variance = prediction.variance
             answers = {"mean": prediction.mean, "std": prediction.std}
         prediction = dataclasses.replace(prediction, **head.own_fields(head.own_score(mean, variance, h)))
         answers |= {"variance": variance, "score": prediction.score(self.score)}
@@ -136,6 +149,10 @@ class Graph(nn.Module):
             classes = predicted_class(prediction) if len(self.spans) else None
             answers["p_value"] = self.p_value(answers["score"], classes)
             answers["accepted"] = answers["p_value"] > self.alpha
+        if found.dim() > 2:
+            answers = {name: unflatten(values, found.shape[:-1]) for name, values in answers.items()}
+            if self.num_inputs and self.input_alpha is not None:
+                answers |= self.of_inputs(answers["score"], tensors)
         return answers | ({HIDDEN: h} if self.with_hidden else {})
 
     def hidden(self, tensors: tuple[Tensor, ...]) -> Tensor:
@@ -148,21 +165,46 @@ class Graph(nn.Module):
         args, kwargs = self.inputs.call(tensors)
         h = hidden_vectors(self.net, self.output, args, kwargs)[0].float()
         for numbers in finite:
-            h = h.masked_fill(~numbers.flatten(1).all(1, keepdim=True), math.nan)
+            infinite = ~numbers.flatten(1).all(1)
+            h = h.masked_fill(infinite.reshape(-1, *[1] * (h.dim() - 1)), math.nan)
         return h
+
+    def of_inputs(self, scores: Tensor, tensors: tuple[Tensor, ...]) -> dict[str, Tensor]:
+        """What is said of inputs as a whole, from the scores (N, *P) of their positions."""
+        total = input_score(scores, mask_of(self.inputs.call(tensors)[1], scores.shape))
+        p_value = _p_value(total, self.input_table, self.num_inputs, 1)
+        return dict(zip(OF_INPUTS, (total, p_value, p_value > self.input_alpha), strict=True))
 
     def p_value(self, score: Tensor, classes: Tensor | None = None) -> Tensor:
         """(1 + #{reference >= score}) / (n + 1): `conformal_p_value`, or with classes `class_p_value`."""
         if classes is not None:
             return class_p_value(score, classes, self.table, self.spans)[0]
-        key, below = score.to(self.table.dtype), torch.zeros_like(score, dtype=torch.int64)
-        step = (len(self.table) + 1) // 2
-        while step:
-            # "not >=" and not "<": a score that is NaN lies beyond all others.
-            below = below + step * (~(self.table[below + (step - 1)] >= key)).long()
-            step //= 2
-        n = self.num_reference
-        return (1 + n - below.clamp_max(n)).to(score.dtype) / (n + 1)
+        return _p_value(score, self.table, self.num_reference, self.draws)
+
+
+def _table(reference: Tensor) -> Tensor:
+    """Reference scores, filled up with infinity."""
+    size = 2 ** math.ceil(math.log2(reference.numel() + 1)) - 1
+    table = torch.cat([reference, reference.new_full((size - reference.numel(),), math.inf)])
+    # A float32 model's scores fit in float32, which every runtime can compare.
+    return table.float() if torch.equal(table.float().double(), table) else table
+
+
+def _p_value(score: Tensor, table: Tensor, n: int, draws: int) -> Tensor:
+    """`conformal_p_value` by a binary search without branches."""
+    key, below = score.to(table.dtype), torch.zeros_like(score, dtype=torch.int64)
+    step = (len(table) + 1) // 2
+    while step:
+        # "not >=" and not "<": a score that is NaN lies beyond all others.
+        below = below + step * (~(table[below + (step - 1)] >= key)).long()
+        step //= 2
+    return (draws + n - below.clamp_max(n)).to(score.dtype) / (n + draws)
+
+
+def input_alpha(model: SNGP, alpha: float | None) -> float | None:
+    """The rate of false alarms of inputs as a whole: alpha, if the held-out inputs can tell; None without positions."""
+    n = model.head.input_reference.numel() if model.head.calibrated else 0
+    return None if not n or alpha is None else max(alpha, 1 / (n + 1))
 
 
 def chosen_alpha(model: SNGP, alpha: float | None) -> float | None:
@@ -175,7 +217,8 @@ def chosen_alpha(model: SNGP, alpha: float | None) -> float | None:
             f"alpha={alpha:g} needs p-values, and this model was never calibrated, or its posterior has changed since. "
             "Call afield.calibrate(model, held_out_loader) first, or leave alpha out to export without p-values."
         )
-    smallest_p_value = 1 / (fewest_rows(head.reference, head.reference_spans) + 1)
+    draws = int(head.reference_draws)
+    smallest_p_value = draws / (fewest_rows(head.reference, head.reference_spans) + draws)
     alpha = max(ALPHA, smallest_p_value) if alpha is None else alpha
     dummy = torch.ones(1)  # `accept` knows what alpha may be, and says so
     Prediction(dummy[:, None], p_value=dummy, smallest_p_value=smallest_p_value).accept(alpha)
@@ -187,11 +230,11 @@ def threshold(model: SNGP, alpha: float) -> float | list[float]:
     p_value > alpha."""
     head = model.head
     spans = head.reference_spans.tolist() or [[0, head.reference.numel()]]
-    thresholds = []
+    thresholds, draws = [], int(head.reference_draws)
     for first, end in spans:
         n, reference = end - first, head.reference[first:end]
         above = n - torch.searchsorted(reference, reference)
-        p_value = (1 + above).float() / (n + 1)  # in float32, as `accepted` compares them
+        p_value = (draws + above).float() / (n + draws)  # in float32, as `accepted` compares them
         thresholds.append(float(reference[p_value > alpha].max()))
     return thresholds if len(head.reference_spans) else thresholds[0]
 
@@ -200,7 +243,7 @@ def implied_p_value(model: SNGP, answers: Mapping[str, Tensor]) -> Tensor:
     """The p-values (N,) that belong to the other answers, by the names of `Graph`."""
     reference, spans = model.head.reference.cpu(), model.head.reference_spans.cpu()
     if not len(spans):
-        return conformal_p_value(answers["score"], reference)[0]
+        return conformal_p_value(answers["score"], reference, int(model.head.reference_draws))[0]
     classes = predicted_class(Prediction(answers["logits"], answers["variance"], likelihood=model.head.likelihood))
     return class_p_value(answers["score"], classes, reference, spans)[0]
 
@@ -216,6 +259,10 @@ def expected(model: SNGP, inputs: Inputs, tensors: tuple[Tensor, ...], alpha: fl
     if alpha is not None:
         assert p.p_value is not None
         answers |= {"p_value": p.p_value, "accepted": p.accept(alpha)}
+    if p.input_p_value is not None and (of_inputs := input_alpha(model, alpha)) is not None:
+        assert p.input_score is not None
+        found = (p.input_score, p.input_p_value, p.accept_inputs(of_inputs))
+        answers |= dict(zip(OF_INPUTS, found, strict=True))
     return answers
 
 

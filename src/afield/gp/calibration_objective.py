@@ -39,6 +39,7 @@ class Objective:
     weight: Tensor | None  # (N,) of the examples; None: 1
     outputs: Tensor  # (N, K) of the network
     prior: Callable[[float, float], float] = lambda t, a2: 0.0  # -log prior of t, worth one observation or so
+    group: int = 1  # examples that depend on each other, one group after the other: the positions of an input
 
     def total(self, t: float, a2: float) -> float:
         losses = self.loss(t, a2)
@@ -53,7 +54,11 @@ class Objective:
         return losses.mean(-1) if self.weight is None else losses @ (self.weight / self.weight.sum())
 
     def standard_error(self, losses: Tensor) -> Tensor:
-        """Of that mean."""
+        """Of that mean; the groups are independent."""
+        if self.group > 1:
+            of_groups = None if self.weight is None else self.weight[:: self.group]
+            alone = dataclasses.replace(self, group=1, weight=of_groups)
+            return alone.standard_error(losses.unflatten(-1, (-1, self.group)).mean(-1))
         if self.weight is None:
             return losses.std(-1) / math.sqrt(losses.shape[-1])
         squares = (losses - self.mean(losses)[..., None]).square() @ self.weight
@@ -108,7 +113,7 @@ def class_objective(
     def any_loss(s: float, a2: float) -> Tensor:
         return likelihood.predictive_loss(s * mean, a2 * variance, 0.0, target)
 
-    shared = mean.shape[1] > 1 and variance.dim() == 1
+    shared = mean.shape[1] > 1 and variance.dim() == 1 and not likelihood.of_labels
     loss = _shared_loss(mean, variance, target) if shared else any_loss
     middle = MEAN_FIELD_FACTOR * median(variance, weight)
 
@@ -131,14 +136,18 @@ def _with_noise(head: GaussianProcessHead, hidden: Tensor, target: Tensor, weigh
     parts = [(head(h).double(), (head.variance_phi(h).double() @ vectors).square()) for h in hidden.split(4096)]
     mean, squares = (torch.cat([p[i] for p in parts]) for i in (0, 1))
     values, ridge, likelihood = values.clamp_min(0), float(head.ridge), LIKELIHOODS[head.likelihood]
+    error, ratio = target - mean, torch.ones_like(mean)
+    if head.noise_shape is not None:
+        error = head.noise_shape.whiten(error)  # its determinant is 1: the loss stays
+        ratios = [log_ratio for h in hidden.split(4096) if (log_ratio := head.log_noise_ratio(h)) is not None]
+        ratio = torch.cat(ratios).double().exp() if ratios else ratio
 
     def loss(noise: float, a2: float) -> Tensor:
         variance = squares @ (1 / (ridge + values / noise))
-        return likelihood.predictive_loss(mean, a2 * variance, noise, target)
+        return likelihood.predictive_loss(torch.zeros_like(error), a2 * variance, noise * ratio, error)
 
     objective = Objective(loss, _ABSOLUTE_GRID, 1.0, weight, mean)
-    error = float(objective.mean((target - mean).square().mean(1)))
-    return dataclasses.replace(objective, start=max(error, 1e-12))
+    return dataclasses.replace(objective, start=max(float(objective.mean((error.square() / ratio).mean(1))), 1e-12))
 
 
 def _shared_loss(mean: Tensor, variance: Tensor, target: Tensor) -> Callable[[float, float], Tensor]:

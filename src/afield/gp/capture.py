@@ -42,13 +42,13 @@ def hidden_vectors(net: nn.Module, output: str, args: Sequence[Any], kwargs: Map
 
 
 def handed_over(layer: nn.Module, h: Tensor, out_features: int) -> Tensor | None:
-    """Zeros (N, K) in place of logits if the hidden vectors h are wanted; None otherwise."""
+    """Zeros (..., K) in place of logits if the hidden vectors h (..., d) are wanted; None otherwise."""
     dynamo = torch.compiler.is_dynamo_compiling()
     captured = getattr(layer, "captured", None) if dynamo else _CAPTURED.get()
     if captured is None:
         return None
     captured.append(h)
-    return h.new_zeros(h.shape[0], out_features)
+    return h.new_zeros(*h.shape[:-1], out_features)
 
 
 @contextlib.contextmanager

@@ -5,18 +5,18 @@ reads of the training data are constants (`prediction.fitted_score`), which are 
 goes, into files, copies and exports.
 """
 
-from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from afield.gp.exact_buffers import ExactBuffers
 from afield.prediction.distance_scores import FITTED
 from afield.prediction.fitted_score import Constants, FittedScore
 
 
-class ChosenScore(nn.Module):
+class ChosenScore(ExactBuffers):
     """Hidden vectors (N, d) and logits (N, K) -> scores (N,), by the constants of a fitted score."""
 
     def __init__(self, in_features: int) -> None:
@@ -43,13 +43,9 @@ class ChosenScore(nn.Module):
         scores = _empty(name, self.in_features).distance(constants, h, logits)
         return scores.to(torch.promote_types(h.dtype, torch.float32))
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "ChosenScore":
-        exact = dict(self._buffers)
-        super()._apply(fn, recurse)
-        for name, value in exact.items():
-            if value is not None:
-                self._buffers[name] = value.to(self._buffers[name].device)  # type: ignore[union-attr]
-        return self
+    @property
+    def exact(self) -> tuple[str, ...]:
+        return tuple(self._buffers)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         names = [key.removeprefix(prefix) for key in state_dict if key.startswith(prefix)]

@@ -13,7 +13,6 @@ A sum over examples like the precision beside it: n_k, sum_k u and sum u u^T, in
 so the raw moments lose no digits that matter, and examples can be removed again exactly.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -141,22 +140,12 @@ class ClassDistance(Accumulator):
             a, b = both.square().unflatten(-1, (2, self.in_features)).sum(-1).unbind(-1)
             return a + near - b
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "ClassDistance":
-        exact, kind = {name: getattr(self, name) for name in (*self.SUMS, *self.TOTALS)}, self.root.dtype
-        super()._apply(fn, recurse)
-        for name, value in exact.items():
-            setattr(self, name, value.to(getattr(self, name).device))
-        if self.root.dtype != kind:
-            wide = torch.promote_types(self.root.dtype, torch.float32)
-            for name in self.FACTORS:
-                setattr(self, name, getattr(self, name)[:0].to(wide))
-        return self
+    @property
+    def exact(self) -> tuple[str, ...]:
+        return (*self.SUMS, *self.TOTALS)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        for name in (*self.SUMS, *self.FACTORS):  # their first dimension tells whether they are there
-            saved, own = state_dict.get(prefix + name), getattr(self, name)
-            if saved is not None and saved.shape[1:] == own.shape[1:]:
-                setattr(self, name, own.new_zeros(saved.shape))
+        self.make_room(state_dict, prefix, (*self.SUMS, *self.FACTORS))
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def extra_repr(self) -> str:

@@ -29,6 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from afield.bounds.eager import eager
+from afield.gp.exact_buffers import ExactBuffers
 from afield.gp.full_precision import full_precision
 from afield.gp.geometry import GEOMETRIES
 from afield.registry import Registry
@@ -90,7 +91,7 @@ def median_distance(h: Tensor) -> float:
     return float(distances.median()) if distances.numel() else math.nan
 
 
-class RandomFeatures(nn.Module):
+class RandomFeatures(ExactBuffers):
     """The frozen map h (N, in_features) -> phi (N, num_random_features).
 
     `length_scale=None` takes a `fraction` of the median distance between the hidden vectors of the first batch seen in
@@ -265,12 +266,9 @@ class RandomFeatures(nn.Module):
             z = (z - shift) * gain
         return z if self.projector is None else z @ self.projector.to(z.dtype)
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "RandomFeatures":
-        length_scale, radius = self.length_scale, self.radius
-        super()._apply(fn, recurse)
-        self.length_scale = length_scale.to(self.length_scale.device)
-        self.radius = radius.to(self.radius.device)
-        return self
+    @property
+    def exact(self) -> tuple[str, ...]:
+        return "length_scale", "radius"
 
     def extra_repr(self) -> str:
         scale = f"{float(self.length_scale):.4g}" if self.adapted else "from the first batch"

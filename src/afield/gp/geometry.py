@@ -33,11 +33,11 @@ _SHORTEST = 1e-30  # of vectors, whose log is taken: a vector of zeros is far aw
 class Geometry:
     """A map of hidden vectors (N, d) to coordinates (N, d + extra), and whether these are standardised.
 
-    of_row  the same of one vector (d,) as an array, and its length, which is neither huge nor tiny
+    of_row  the same of one vector (d,) as an array, its direction, and its length, which is neither huge nor tiny
     """
 
     map: Callable[[Tensor], Tensor]
-    of_row: Callable[[np.ndarray, float], np.ndarray]
+    of_row: Callable[[np.ndarray, np.ndarray, float], np.ndarray]
     extra: int = 0
     standardized: bool = False
     bounded: bool = False  # whether the coordinates of finite vectors cannot overflow
@@ -69,25 +69,33 @@ def _divided(h: Tensor) -> tuple[Tensor, Tensor]:
     return h / largest, largest
 
 
-def _layer_of_row(h: np.ndarray, length: float) -> np.ndarray:
+def _layer_of_row(h: np.ndarray, u: np.ndarray, length: float) -> np.ndarray:
     divided = h / np.abs(h).max()
     centered = divided - divided.mean()
     return centered / np.sqrt(np.square(centered).mean() + 1e-5)
 
 
-def _direction_length_of_row(h: np.ndarray, length: float) -> np.ndarray:
-    z = np.empty(len(h) + 1, h.dtype)
-    np.divide(h, length, out=z[:-1])
+def _of_row(h: np.ndarray, u: np.ndarray, length: float) -> np.ndarray:
+    return h
+
+
+def _direction_of_row(h: np.ndarray, u: np.ndarray, length: float) -> np.ndarray:
+    return u
+
+
+def _direction_length_of_row(h: np.ndarray, u: np.ndarray, length: float) -> np.ndarray:
+    z = np.empty(len(u) + 1, u.dtype)
+    z[:-1] = u
     z[-1] = math.log(length)
     return z
 
 
 GEOMETRIES: Registry[Geometry] = Registry(
     "geometry",
-    raw=Geometry(lambda h: h, lambda h, length: h),
-    standardized=Geometry(lambda h: h, lambda h, length: h, standardized=True),
+    raw=Geometry(lambda h: h, _of_row),
+    standardized=Geometry(lambda h: h, _of_row, standardized=True),
     layer=Geometry(_layer, _layer_of_row, bounded=True),
-    unit=Geometry(_unit, np.divide, bounded=True),
-    direction=Geometry(_unit, np.divide, standardized=True, bounded=True),
+    unit=Geometry(_unit, _direction_of_row, bounded=True),
+    direction=Geometry(_unit, _direction_of_row, standardized=True, bounded=True),
     direction_length=Geometry(_direction_length, _direction_length_of_row, extra=1, standardized=True, bounded=True),
 )

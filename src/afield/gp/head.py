@@ -28,13 +28,15 @@ from afield.gp.head_state import HeadState
 from afield.gp.joined_score import JoinedScore
 from afield.gp.likelihoods import LIKELIHOODS
 from afield.gp.low_rank import LowRank, check_rank
+from afield.gp.noise import FEATURES, noise_shape
 from afield.gp.observing import accumulate
 from afield.gp.one_row import OneRow
 from afield.gp.precision import COVARIANCES, Precision, choose_curvature, curvature_weights
 from afield.gp.variance_features import has_own_features, own_features
+from afield.prediction.labels import label_p_values
 from afield.prediction.p_values import with_p_values
 from afield.prediction.prediction import Prediction
-from afield.prediction.predictive import PREDICTIVES
+from afield.prediction.predictive import PREDICTIVES, of_labels, per_output
 from afield.prediction.scores import symmetric
 
 
@@ -43,7 +45,8 @@ class GaussianProcessHead(HeadState):
 
     ridge                r, the prior precision of each output weight
     amplitude            a, the prior standard deviation of f in units of the kernel; `afield.calibrate` sets it
-    likelihood           categorical, bernoulli (one logit), gaussian, poisson (log rates)
+    likelihood           categorical, bernoulli (one logit, or one for each of several labels), gaussian, poisson (log
+                         rates)
     covariance           "shared" by all outputs, or "per_class" (memory and time times K)
     rank                 None: exact. A number m, for many classes: the m heaviest examples of each class exactly, the
                          rest through one matrix that all classes share (`low_rank`)
@@ -54,6 +57,8 @@ class GaussianProcessHead(HeadState):
     mean                 a trained output layer to keep as f; there are then no output weights to train
     variance_features    "same" as the mean's, "own", or "auto": own for classification. A mapping has options of
                          `RandomFeatures` for own ones
+    noise                of a gaussian likelihood: "output", one variance an output; "full", a covariance of the outputs;
+                         "input", one that also varies with the input (`gp.noise`)
     predictive           how the posterior makes probabilities: a name of `afield.predictive.PREDICTIVES`
     features             options of `RandomFeatures`: num_random_features, length_scale, kernel, orthogonal, geometry,
                          projection, generator. With `mean` they are those of the variance
@@ -76,6 +81,7 @@ class GaussianProcessHead(HeadState):
         constant: bool = False,
         mean: nn.Module | None = None,
         variance_features: str | Mapping[str, Any] = "same",
+        noise: str = "output",
         predictive: str = "mean_field",
         **features: Any,
     ) -> None:
@@ -101,6 +107,12 @@ class GaussianProcessHead(HeadState):
         self.register_module("class_distance", ClassDistance(in_features, num_classes) if num_classes else None)
         self.register_module("joined_score", JoinedScore() if num_classes else None)
         self.chosen_score = ChosenScore(in_features)
+        self.register_module("noise_shape", noise_shape(noise, likelihood, out_features))
+        varies = self.noise_shape is not None and self.noise_shape.kind == "input"
+        generator = torch.Generator().manual_seed(0)  # training draws the same numbers whatever the noise
+        self.register_module(
+            "noise_features", RandomFeatures(in_features, **FEATURES, generator=generator) if varies else None
+        )
         if rank is None:
             self.precision = Precision(num_random_features, num_matrices, momentum=momentum)
         else:
@@ -132,9 +144,13 @@ class GaussianProcessHead(HeadState):
         return self.variance_features(self.checked(h))
 
     def forward(self, h: Tensor) -> Tensor:
-        """The logits f (N, K). No side effect on the posterior, ever."""
+        """The logits f (N, K), of h (N, ..., d) as (N, ..., K), like a Linear. No side effect on the posterior, ever."""
         zeros = handed_over(self, h, self.out_features)
-        return self.mean_of(h, None) if zeros is None else zeros
+        if zeros is not None:
+            return zeros
+        if h.dim() <= 2 or h.shape[-1] != self.in_features:
+            return self.mean_of(h, None)
+        return self.mean_of(h.flatten(0, -2), None).unflatten(0, h.shape[:-1])
 
     def observe(
         self,
@@ -206,7 +222,7 @@ class GaussianProcessHead(HeadState):
 
         predictive  None: the head's own
         """
-        predictive = PREDICTIVES.check(predictive or self.predictive)
+        predictive = PREDICTIVES.check(predictive) if predictive else self.predictive
         if torch.compiler.is_compiling():
             head = self
         elif len(h) == 1 and h.is_cpu and plain_evaluation() and not torch.is_autocast_enabled("cpu"):
@@ -241,16 +257,41 @@ class GaussianProcessHead(HeadState):
         likelihood = LIKELIHOODS[self.likelihood]
         own = self.own_fields(score)
         if likelihood.of_classes:
-            logits = self.logit_scale * mean
-            probs, members = PREDICTIVES[predictive or self.predictive](logits, variance, num_samples, generator)
+            logits, variance = self.scaled(mean, variance)
+            predict = PREDICTIVES[predictive or self.predictive]
+            predict = of_labels(predict) if likelihood.has_labels(self.out_features) else predict
+            probs, members = predict(logits, variance, num_samples, generator)
             prediction = Prediction(logits, variance, probs, members, h, likelihood=self.likelihood, **own)
         else:
-            noise = float(self.noise) if likelihood.noisy else None
-            prediction = Prediction(mean, variance, features=h, noise=noise, likelihood=self.likelihood, **own)
+            prediction = dataclasses.replace(self.of_numbers(mean, variance, h), features=h, **own)
         if not self.calibrated:
             return prediction
         prediction = dataclasses.replace(prediction, default_score=self.score)
-        return with_p_values(prediction, self.reference, self.reference_spans)
+        if len(self.label_reference):
+            prediction = dataclasses.replace(prediction, label_p_value=label_p_values(prediction, self.label_reference))
+        return with_p_values(prediction, self.reference, self.reference_spans, int(self.reference_draws))
+
+    def scaled(self, mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits and their variance after calibration, of a posterior mean and variance."""
+        if not len(self.label_scales):
+            return self.logit_scale * mean, variance
+        scale, amplitude = self.label_scales.to(mean).unbind(1)
+        return self.logit_scale * scale * mean, per_output(variance, mean) * amplitude.square()
+
+    def of_numbers(self, mean: Tensor, variance: Tensor, h: Tensor | None) -> Prediction:
+        """The `Prediction` of a likelihood without classes; h is needed where the noise varies with it."""
+        noise: float | Tensor | None = float(self.noise) if LIKELIHOODS[self.likelihood].noisy else None
+        if self.noise_shape is not None:
+            log_ratio = None if h is None else self.log_noise_ratio(h)
+            noise = self.noise_shape.noise(self.noise, log_ratio, mean)
+            variance = self.noise_shape.of_outputs(variance)
+        return Prediction(mean, variance, noise=noise, likelihood=self.likelihood)
+
+    def log_noise_ratio(self, h: Tensor) -> Tensor | None:
+        """By how much (N, K), in logarithms, the noise of each input exceeds the usual; None where it does not vary."""
+        if self.noise_features is None or self.noise_shape is None or not self.noise_shape.varies:
+            return None
+        return self.noise_shape.log_ratio(self.noise_features(h))
 
     def mean_of(self, h: Tensor, phi: Tensor | None, psi: Tensor | None = None) -> Tensor:
         """f (N, K); phi and psi are the features of h where they are known."""

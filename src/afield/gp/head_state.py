@@ -6,18 +6,20 @@ the head; changes are made in a `revision`, a copy that takes the head's place i
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, Self
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from afield.gp.chosen_score import ChosenScore
 from afield.gp.class_distance import ClassDistance
+from afield.gp.exact_buffers import ExactBuffers
 from afield.gp.features import RandomFeatures
 from afield.gp.joined_score import JoinedScore
 from afield.gp.likelihoods import LIKELIHOODS
 from afield.gp.low_rank import LowRank
+from afield.gp.noise import NoiseShape
 from afield.gp.precision import Precision
 from afield.gp.snapshot import Lock, adopt, frozen_copy
 from afield.prediction.distance_scores import FITTED
@@ -25,10 +27,15 @@ from afield.prediction.p_values import sort_reference
 from afield.prediction.scores import SCORES
 
 SCALARS = ("ridge", "amplitude", "logit_scale", "noise")
-PARTS = ("random_features", "variance_features", "precision", "class_distance", "joined_score", "chosen_score")
+PARTS = (
+    *("random_features", "variance_features", "precision", "class_distance", "joined_score", "chosen_score"),
+    *("noise_shape", "noise_features"),
+)
+RESIZED = ("reference", "reference_spans", "score_name", "input_reference", "label_reference", "label_scales")
+ADDED_LATER = ("reference_draws", "input_reference", "label_reference", "label_scales")  # states from before have none
 
 
-class HeadState(nn.Module):
+class HeadState(ExactBuffers):
     """Buffers, parts and locks of `GaussianProcessHead`, which has the mathematics."""
 
     random_features: RandomFeatures
@@ -37,6 +44,8 @@ class HeadState(nn.Module):
     class_distance: ClassDistance | None
     joined_score: JoinedScore | None
     chosen_score: ChosenScore
+    noise_shape: NoiseShape | None
+    noise_features: RandomFeatures | None
     likelihood: str
     out_features: int
     ridge: Tensor
@@ -47,6 +56,10 @@ class HeadState(nn.Module):
     reference: Tensor
     reference_spans: Tensor
     reference_count: Tensor
+    reference_draws: Tensor
+    input_reference: Tensor
+    label_reference: Tensor
+    label_scales: Tensor
     score_name: Tensor
     score: str
 
@@ -63,13 +76,21 @@ class HeadState(nn.Module):
         self.register_buffer("reference", torch.zeros(0, dtype=torch.float64))
         self.register_buffer("reference_spans", torch.zeros(0, 2, dtype=torch.int64))
         self.register_buffer("reference_count", torch.zeros((), dtype=torch.int64))
+        # Of inputs with positions: how many of each input are in the reference, and sorted held-out scores of inputs.
+        self.register_buffer("reference_draws", torch.ones((), dtype=torch.int64))
+        self.register_buffer("input_reference", torch.zeros(0, dtype=torch.float64))
+        # Of several labels: sorted held-out doubts of each (n, K), and scale and amplitude of each (K, 2), in units of the
+        # head's own, where each has its own.
+        self.register_buffer("label_reference", torch.zeros(0, self.out_features, dtype=torch.float64))
+        self.register_buffer("label_scales", torch.zeros(0, 2, dtype=torch.float64))
         self.register_buffer("score_name", torch.zeros(0, dtype=torch.uint8))
-        self.set_score(LIKELIHOODS[self.likelihood].score)
+        self.set_score(LIKELIHOODS[self.likelihood].default_score(self.out_features))
         self._writing, self._publishing = Lock(rank=0), Lock(rank=1)
 
     def unadapted(self) -> list[RandomFeatures]:
         """The random features that do not know their length scale and moments yet."""
-        return [f for f in (self.random_features, self.variance_features) if f is not None and not f.adapted]
+        all_features = (self.random_features, self.variance_features, self.noise_features)
+        return [f for f in all_features if f is not None and not f.adapted]
 
     @property
     def features_of_variance(self) -> RandomFeatures:
@@ -117,6 +138,8 @@ class HeadState(nn.Module):
                 adopt(self, draft, *PARTS)
                 self.random_features.adapted = draft.random_features.adapted
                 self.features_of_variance.adapted = draft.features_of_variance.adapted
+                if self.noise_features is not None and draft.noise_features is not None:
+                    self.noise_features.adapted = draft.noise_features.adapted
                 self.score = draft.score
 
     def reset_posterior(self) -> None:
@@ -126,11 +149,15 @@ class HeadState(nn.Module):
             self.class_distance.reset()
         self.training_error = torch.zeros_like(self.training_error)
         self.chosen_score.forget()
+        if self.noise_shape is not None:
+            self.noise_shape.forget()
         self.forget_score()
 
     def forget_reference(self) -> None:
         """Switch p-values off until calibrated again."""
         self.reference, self.reference_spans = self.reference[:0].clone(), self.reference_spans[:0].clone()
+        self.label_reference = self.label_reference[:0].clone()
+        self.input_reference, self.reference_draws = self.input_reference[:0].clone(), torch.ones_like(self.reference_draws)
 
     def forget_score(self) -> None:
         """Switch p-values and the joined score off until calibrated again: their sources have changed."""
@@ -150,13 +177,29 @@ class HeadState(nn.Module):
         """Whether p-values stand: reference scores were taken from the posterior as it is now."""
         return self.reference.numel() > 0 and int(self.reference_count) == self.num_observed
 
-    def set_reference(self, scores: Tensor, classes: Tensor | None = None) -> None:
+    def set_reference(self, scores: Tensor, classes: Tensor | None = None, *, draws: int = 1) -> None:
         """Keep the scores of held-out in-domain examples (N,), to which p-values compare new ones.
 
         classes  (N,): the predicted classes, by which p-values are to be taken; None: all are compared with all
+        draws    how many positions of each input they are of
         """
         num_classes = LIKELIHOODS[self.likelihood].num_classes(self.out_features)
+        self.reference_draws = torch.full_like(self.reference_draws, draws)
         self.keep_reference(*sort_reference(scores.detach().double().to(self.reference.device), classes, num_classes))
+
+    def set_label_reference(self, doubts: Tensor) -> None:
+        """Keep the doubts (n, K) of held-out examples, label by label."""
+        self.label_reference = doubts.detach().double().to(self.reference.device).sort(0).values
+
+    def set_label_scales(self, scales: Tensor) -> None:
+        """Scale and amplitude (K, 2) of each label, in units of the head's own; (0, 2): all have those."""
+        with self._publishing:
+            self.label_scales = scales.detach().double().to(self.reference.device)
+            self.forget_reference()
+
+    def set_input_reference(self, scores: Tensor) -> None:
+        """Keep the scores (n,) of held-out inputs that have positions."""
+        self.input_reference = scores.detach().double().to(self.reference.device).sort().values
 
     def keep_reference(self, reference: Tensor, spans: Tensor) -> None:
         """Take over the reference of another state of the head, as it is."""
@@ -184,19 +227,14 @@ class HeadState(nn.Module):
                 self.precision.stale()
                 self.forget_score()
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        names = (*SCALARS, "training_error", "reference")
-        exact = {name: getattr(self, name) for name in names}
-        super()._apply(fn, recurse)
-        for name, value in exact.items():
-            setattr(self, name, value.to(getattr(self, name).device))
-        return self
+    @property
+    def exact(self) -> tuple[str, ...]:
+        return (*SCALARS, "training_error", "reference", "input_reference", "label_reference", "label_scales")
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        for name, dims in (("reference", 1), ("reference_spans", 2), ("score_name", 1)):
-            saved = state_dict.get(prefix + name)
-            if saved is not None and saved.dim() == dims:
-                setattr(self, name, getattr(self, name).new_zeros(saved.shape))
+        for name in ADDED_LATER:
+            state_dict.setdefault(prefix + name, getattr(self, name))
+        self.make_room(state_dict, prefix, RESIZED)
         super()._load_from_state_dict(state_dict, prefix, *args)
         if prefix + "score_name" in state_dict:
             self.set_score(bytes(self.score_name.tolist()).decode())

@@ -16,11 +16,12 @@ further out than any held-out one. None of it depends on the amplitude or the sc
 """
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+
+from afield.gp.exact_buffers import ExactBuffers
 
 SOURCES = ("variance", "energy", "class_distance")
 WEIGHTS = (1.0, 0.5, 0.5)  # docs/defaults.md
@@ -32,7 +33,7 @@ _NARROWEST = 1e-4  # of steps, as a part of the values: what varies less is roun
 _PRIOR_ROWS = 5.0  # worth of the tail that the body of the distribution foretells
 
 
-class JoinedScore(nn.Module):
+class JoinedScore(ExactBuffers):
     """Values of the sources (N, 3) -> score (N,).
 
     t(x) = sum_j slope_j min(max(x - knot_j, 0), width_j): all terms have one sign, so that steep steps cost no digits.
@@ -80,16 +81,10 @@ class JoinedScore(nn.Module):
         above = (values.double()[..., None] - self.knots).clamp_min(0)
         return (torch.minimum(above, self.widths) * self.slopes).sum((-1, -2)).to(values.dtype)
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "JoinedScore":
-        exact = {name: getattr(self, name) for name in _BUFFERS}
-        super()._apply(fn, recurse)
-        for name, value in exact.items():
-            setattr(self, name, value.to(getattr(self, name).device))
-        return self
+    @property
+    def exact(self) -> tuple[str, ...]:
+        return _BUFFERS
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        for name in _BUFFERS:  # their first dimension tells whether they are there
-            saved, own = state_dict.get(prefix + name), getattr(self, name)
-            if saved is not None and saved.shape[1:] == own.shape[1:] and saved.shape[0] in (0, len(SOURCES)):
-                setattr(self, name, own.new_zeros(saved.shape))
+        self.make_room(state_dict, prefix, _BUFFERS, rows=(0, len(SOURCES)))
         super()._load_from_state_dict(state_dict, prefix, *args)

@@ -4,7 +4,7 @@ With f (N, K) the outputs and y the targets:
 
     name          y               -log p(y | f), up to a constant    curvature (diagonal of its Hessian)
     categorical   classes (N,)    -log softmax(f)_y                  p_k (1 - p_k),  the Hessian is diag(p) - p p^T
-    bernoulli     0 or 1 (N,)     log(1 + exp(-f)), f for 1          p (1 - p)
+    bernoulli     0 or 1 (N,)     log(1 + exp(-f)), f for 1          p (1 - p);  of several labels (N, K), their sum
     gaussian      numbers (N, K)  |y - f|^2 / 2                      1       (over the noise variance, as is the loss)
     poisson       counts (N, K)   exp(f) - y f                       exp(f)
 
@@ -43,7 +43,8 @@ class Likelihood:
     loss             (f, y) -> -log p(y | f) (N,), up to a constant of y; a gaussian's in units of its noise variance
     curvature        f -> the diagonal (N, K) of the Hessian of the loss
     hessian          f -> the function u -> H u, for u (N, K)
-    predictive_loss  (m, v, noise, y) -> -log E[p(y | g)] (N,) for outputs g ~ N(m, v), as the default predictive has it
+    predictive_loss  (m, v, noise, y) -> -log E[p(y | g)] (N,) for outputs g ~ N(m, v), as the default predictive has it;
+                     noise is one variance for all, or (N, K)
     check_targets    (y, K) -> targets in the form above, or an error
     num_classes      K -> number of classes; 0 where targets are numbers
     outputs          how many there may be
@@ -52,6 +53,8 @@ class Likelihood:
     mean             (m, v) -> expected target (N, K); None for classes
     variance         (m, v, noise) -> variance of the target (N, K); None for classes
     lowest_target    no target lies below
+    link             mean target (K,) -> the outputs (K,) that stand for it; None: the classes' are not unique
+    of_labels        several outputs are labels, each of which applies or not, whatever the others: K classifiers in one
     score            name of the score that says how far an input lies from the data: p-values rest on it
     doubt            name of the score that says how likely an answer is wrong: policies and the paper's tables read it
     """
@@ -59,15 +62,17 @@ class Likelihood:
     loss: Callable[[Tensor, Tensor], Tensor]
     curvature: Callable[[Tensor], Tensor]
     hessian: Callable[[Tensor], Callable[[Tensor], Tensor]]
-    predictive_loss: Callable[[Tensor, Tensor, float, Tensor], Tensor]
+    predictive_loss: Callable[[Tensor, Tensor, float | Tensor, Tensor], Tensor]
     check_targets: Callable[[Tensor, int], Tensor]
     num_classes: Callable[[int], int]
     outputs: Outputs = Outputs(1, math.inf, "at least 1 output")
     calibrated: Literal["logit_scale", "noise"] | None = None
     noisy: bool = False
     mean: Callable[[Tensor, Tensor | None], Tensor] | None = None
-    variance: Callable[[Tensor, Tensor, float], Tensor] | None = None
+    variance: Callable[[Tensor, Tensor, float | Tensor], Tensor] | None = None
     lowest_target: float = -math.inf
+    link: Callable[[Tensor], Tensor] | None = None
+    of_labels: bool = False
     score: str = "variance"
     doubt: str = "variance"
 
@@ -75,6 +80,14 @@ class Likelihood:
     def of_classes(self) -> bool:
         """Whether targets are classes, so that a prediction has probabilities."""
         return self.mean is None
+
+    def has_labels(self, outputs: int) -> bool:
+        """Whether so many outputs are labels."""
+        return self.of_labels and outputs > 1
+
+    def default_score(self, outputs: int) -> str:
+        """The score on which p-values rest: that of classes means nothing for several labels."""
+        return "variance" if self.has_labels(outputs) else self.score
 
 
 # Losses and their derivatives
@@ -85,7 +98,7 @@ def _categorical_loss(f: Tensor, y: Tensor) -> Tensor:
 
 
 def _bernoulli_loss(f: Tensor, y: Tensor) -> Tensor:
-    return F.binary_cross_entropy_with_logits(f.squeeze(1), y.to(f), reduction="none")
+    return F.binary_cross_entropy_with_logits(f, y.to(f).reshape(f.shape), reduction="none").sum(1)
 
 
 def _gaussian_loss(f: Tensor, y: Tensor) -> Tensor:
@@ -121,16 +134,16 @@ def _diagonal(curvature: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Calla
 # Losses of predictions
 
 
-def _mean_field(loss: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor, float, Tensor], Tensor]:
+def _mean_field(loss: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor, float | Tensor, Tensor], Tensor]:
     return lambda m, v, noise, y: loss(shrink(m, v), y)
 
 
-def _gaussian_predictive(m: Tensor, v: Tensor, noise: float, y: Tensor) -> Tensor:
+def _gaussian_predictive(m: Tensor, v: Tensor, noise: float | Tensor, y: Tensor) -> Tensor:
     total = per_output(v, m) + noise
     return 0.5 * (torch.log(2 * math.pi * total) + (y - m).square() / total).sum(1)
 
 
-def _poisson_predictive(m: Tensor, v: Tensor, noise: float, y: Tensor) -> Tensor:
+def _poisson_predictive(m: Tensor, v: Tensor, noise: float | Tensor, y: Tensor) -> Tensor:
     """By Gauss-Hermite quadrature over the log rate."""
     nodes, weights = (torch.from_numpy(a).to(m) for a in np.polynomial.hermite_e.hermegauss(32))
     log_rate = m[..., None] + per_output(v, m).sqrt()[..., None] * nodes
@@ -147,7 +160,7 @@ def _poisson_mean(m: Tensor, v: Tensor | None) -> Tensor:
     return poisson_rate(m, v)
 
 
-def _poisson_variance(m: Tensor, v: Tensor, noise: float) -> Tensor:
+def _poisson_variance(m: Tensor, v: Tensor, noise: float | Tensor) -> Tensor:
     """Of a Poisson with a log-normal rate: r + r^2 (e^v - 1), in logarithms, since r may vanish where e^v overflows."""
     v = per_output(v, m)
     root = m + v + torch.log(-torch.expm1(-v)) / 2  # of the second term
@@ -175,6 +188,21 @@ def _check_classes(num_classes: Callable[[int], int]) -> Callable[[Tensor, int],
         return whole
 
     return check
+
+
+def _check_labels(y: Tensor, outputs: int) -> Tensor:
+    """0 or 1: (N,) of one logit, (N, K) of several labels."""
+    if outputs == 1:
+        return _check_classes(lambda outputs: 2)(y, outputs)
+    if y.dim() != 2 or y.shape[1] != outputs:
+        raise ValueError(
+            f"The model has {outputs} labels, each of which applies or not: targets must have shape (N, {outputs}), got "
+            f"{tuple(y.shape)}. For classes, one of which applies, convert the network with likelihood=\"categorical\"."
+        )
+    good = ((y == 0) | (y == 1)).all(1)
+    if not bool(good.all()):
+        raise ValueError(f"Labels must be 0 or 1, got others in rows {_first_rows(~good)}.")
+    return y.long()
 
 
 def _check_numbers(name: str, lowest: float = -math.inf) -> Callable[[Tensor, int], Tensor]:
@@ -232,10 +260,11 @@ LIKELIHOODS: Registry[Likelihood] = _Likelihoods(
         curvature=_bernoulli_curvature,
         hessian=_diagonal(_bernoulli_curvature),
         predictive_loss=_mean_field(_bernoulli_loss),
-        check_targets=_check_classes(lambda outputs: 2),
-        num_classes=lambda outputs: 2,
-        outputs=Outputs(1, 1, "exactly 1 output (a single logit)"),
+        check_targets=_check_labels,
+        num_classes=lambda outputs: 2 if outputs == 1 else 0,
         calibrated="logit_scale",
+        link=lambda mean: torch.logit(mean, eps=1e-6),
+        of_labels=True,
         score="dempster_shafer",
         doubt="max_probability",
     ),
@@ -248,6 +277,7 @@ LIKELIHOODS: Registry[Likelihood] = _Likelihoods(
         num_classes=lambda outputs: 0,
         calibrated="noise",
         noisy=True,
+        link=lambda mean: mean,
         mean=lambda m, v: m,
         variance=lambda m, v, noise: per_output(v, m) + noise,
     ),
@@ -258,6 +288,7 @@ LIKELIHOODS: Registry[Likelihood] = _Likelihoods(
         predictive_loss=_poisson_predictive,
         check_targets=_check_numbers("poisson", lowest=0.0),
         num_classes=lambda outputs: 0,
+        link=lambda mean: mean.clamp_min(1e-12).log(),
         mean=_poisson_mean,
         variance=_poisson_variance,
         lowest_target=0.0,

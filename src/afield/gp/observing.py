@@ -38,7 +38,12 @@ def accumulate(
     w = None if head.curvature == "unit" else head.curvature_weights(logits)
     if weights is not None:
         weights = check_weights(weights, h.shape[0])
-        given = weights.to(psi)[:, None]
+    counts, log_ratio = weights, head.log_noise_ratio(h)
+    if log_ratio is not None:
+        quiet = torch.exp(-log_ratio.double().mean(1))
+        counts = quiet if weights is None else weights.to(quiet) * quiet
+    if counts is not None:
+        given = counts.to(psi)[:, None]
         w = given.expand(-1, head.precision.num_matrices) if w is None else w * given
     check_finite(psi, *([] if w is None else [w]))
     if remove:

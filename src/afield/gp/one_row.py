@@ -17,6 +17,8 @@ whether a head is in that state.
 
 import math
 from bisect import bisect_left
+from collections.abc import Callable
+from functools import partial
 from itertools import chain
 from operator import attrgetter, is_
 from typing import TYPE_CHECKING, Any
@@ -32,7 +34,7 @@ from afield.gp.geometry import GEOMETRIES
 from afield.gp.head_state import PARTS
 from afield.gp.joined_score import JoinedScore
 from afield.gp.likelihoods import LIKELIHOODS
-from afield.gp.precision import BLOCK, Precision
+from afield.gp.precision import BLOCK, Accumulator, Precision
 from afield.prediction.p_values import fewest_rows
 from afield.prediction.prediction import Prediction
 from afield.prediction.predictive import MEAN_FIELD_FACTOR
@@ -44,6 +46,8 @@ _SHORTEST, _LONGEST = 1e-12, 1e12  # hidden vectors: neither squares nor product
 _LARGEST = 1e15  # entry of V
 _FACTS = ("score", "likelihood", "out_features", "dropped", "added", "mean")  # of a head, beside tensors and modules
 _VERSION, _ADAPTED = attrgetter("_version"), attrgetter("adapted")
+_SMALL, _SMALL_SUM = 8192, 1920  # a small matrix: its entries, and the bytes of an entry times (rows + columns)
+_FEWEST_ROWS = 8  # of a small matrix, for which BLAS pays
 Array = np.ndarray[Any, Any]
 
 
@@ -63,13 +67,15 @@ class OneRow:
         self._members: list[Any] = list(chain.from_iterable(map(dict.values, self._owners)))
         self._features = [part for part in parts if isinstance(part, RandomFeatures)]
         self._adapted = list(map(_ADAPTED, self._features))
-        self._tensors = [member for member in self._members if isinstance(member, Tensor)]
+        sums = {id(part._buffers[name]) for part in parts if isinstance(part, Accumulator) for name in part.SUMS}
+        # What is added to the sums drops the factor, which a prediction reads in their place.
+        self._tensors = [t for t in self._members if isinstance(t, Tensor) and id(t) not in sums]
         self._addresses = list(map(Tensor.data_ptr, self._tensors))
         # Parameters are read where they are. Tensors of inference mode have no version.
         self._copied = [t for t in self._tensors if not isinstance(t, nn.Parameter) and not t.is_inference()]
         self._versions = list(map(_VERSION, self._copied))
         self._answer = _Answer(snapshot) if _can_be_prepared(snapshot) else None
-        usual = LIKELIHOODS[head.likelihood].of_classes and head.out_features > 1
+        usual = LIKELIHOODS[head.likelihood].num_classes(head.out_features) > 1 and head.out_features > 1
         self._of_classes = _Classes(snapshot) if usual and (head.score == "joined" or not head.calibrated) else None
 
     def is_of(self, head: "GaussianProcessHead") -> bool:
@@ -94,7 +100,7 @@ class OneRow:
             return None
         if self._of_classes is not None and predictive == "mean_field":
             return self._of_classes(h, *answer)
-        mean, variance, joined = answer
+        mean, variance, _, joined = answer
         joined_score = None if joined is None else h.new_tensor([joined])
         options = (h, predictive, num_samples, generator)
         return self.head.prediction(torch.from_numpy(mean[None]), h.new_tensor([variance]), joined_score, *options)
@@ -114,7 +120,7 @@ def _can_be_prepared(head: "GaussianProcessHead") -> bool:
         return False
     if head.unadapted() or head.added or head.dropped or not hasattr(np, "vecdot"):  # which NumPy 1 has not
         return False
-    if head.chosen_score.fitted:
+    if head.chosen_score.fitted or int(head.reference_draws) > 1:
         return False
     tensors = [precision.root, *(f.weight for f in (head.random_features, head.features_of_variance))]
     tensors += [] if head.mean is not None else [head.weight]
@@ -137,7 +143,8 @@ def _array(tensor: Tensor) -> Array:
 
 
 class _Answer:
-    """Mean (K,), variance and joined score of a row; None unless its length is an ordinary one."""
+    """Mean (K,), variance, how far the logits lie below the largest, joined score; None unless the length of the hidden
+    vector is an ordinary one."""
 
     def __init__(self, head: "GaussianProcessHead") -> None:
         self._kept = head.mean
@@ -153,35 +160,44 @@ class _Answer:
         self._joined: _Joined | None = None
         if distance is not None and score is not None and score.fitted:
             self._joined = _Joined(distance, score)
-        self._dtype, self._width, self._amplitude = head.precision.root.dtype, head.in_features, head.amplitude
+        self._dtype, self._shape = head.precision.root.dtype, (1, head.in_features)
+        self._amplitude = _array(head.amplitude)
         self._most = torch.finfo(self._dtype).max
 
-    def __call__(self, h: Tensor) -> tuple[Array, float, float | None] | None:
-        if h.dtype != self._dtype or h.shape != (1, self._width):
-            return None
-        length = torch.linalg.vector_norm(h).item()
-        if not _SHORTEST < length < _LONGEST:
+    def __call__(self, h: Tensor) -> tuple[Array, float, Array, float | None] | None:
+        if h.dtype != self._dtype or h.shape != self._shape:
             return None
         x = (h.detach() if h.requires_grad else h).numpy()[0]
         with np.errstate(over="ignore"):
-            psi = self._psi(x, length)
+            length = math.sqrt(x.dot(x))
+            if not _SHORTEST < length < _LONGEST:
+                return None
+            u = x / length
+            psi, size = self._psi(x, u, length)
             if self._kept is not None:
                 mean = _array(self._kept(h))[0]
             else:
-                mean = np.vecdot(self._weight, psi if self._phi is self._psi else self._phi(x, length))
-                mean = mean if self._constant is None else mean + self._constant
-            variance = 0.0
+                mean = self._mean(*((psi, size) if self._phi is self._psi else self._phi(x, u, length)))
+            squares = 0.0
             for end, block in self._triangle:
                 part = np.vecdot(block, psi[:end])
-                variance += float(part.dot(part))
-        scaled = variance * self._amplitude.item() ** 2
-        if not (scaled < self._most and np.isfinite(mean).all()):
-            return None
-        return mean, scaled, None if self._joined is None else self._joined(x / length, mean, variance)
+                squares += float(part.dot(part))
+            spread = squares * size**2
+            variance = spread * float(self._amplitude) ** 2
+            if not (variance < self._most and math.isfinite(mean.dot(mean))):
+                return None
+            largest, below = _below_largest(mean)
+            joined = None if self._joined is None else self._joined(u, largest, below, spread)
+            return mean, variance, below, joined
+
+    def _mean(self, phi: Array, size: float) -> Array:
+        mean = np.vecdot(self._weight, phi)
+        mean *= size
+        return mean if self._constant is None else mean + self._constant
 
 
 class _Features:
-    """`RandomFeatures` of a row and its length."""
+    """`RandomFeatures` of a row, as an array and a factor: of the row, its direction u, and its length."""
 
     def __init__(self, features: RandomFeatures) -> None:
         space, kernel = GEOMETRIES[features.geometry], KERNELS[features.kernel]
@@ -192,92 +208,104 @@ class _Features:
             matrix = matrix * features.gain.double()
         self._map, self._activation = space.of_row, kernel.of_row
         self._shift = _array(features.shift) if space.standardized else None
-        self._matrix, self._phase = _array(matrix.to(features.weight.dtype)), _array(features.phase)
+        self._product, self._phase = _product(_array(matrix.to(features.weight.dtype))), _array(features.phase)
         self._scale, self._radius = math.sqrt(2 / features.num_random_features), float(features.radius)
         self._large = torch.finfo(features.weight.dtype).max ** 0.75
 
-    def __call__(self, x: Array, length: float) -> Array:
-        z = self._map(x, length)
+    def __call__(self, x: Array, u: Array, length: float) -> tuple[Array, float]:
+        z = self._map(x, u, length)
         if self._shift is not None:
             z = z - self._shift
-        phase = np.vecdot(self._matrix, z)
+        phase = self._product(z).reshape(-1)
         phase += self._phase
-        phi = self._activation(phase)
-        phi *= self._scale * min(max(1.0, length / self._radius) ** 2, self._large)
-        return phi
+        growth = min(max(1.0, length / self._radius) ** 2, self._large)
+        return self._activation(phase), self._scale * growth
+
+
+def _product(matrix: Array) -> Callable[[Array], Array]:
+    """x -> matrix x, in any shape, by one thread and without a lock that a fork could leave held.
+
+    BLAS multiplies a small matrix so; there it takes half the time of a dot product for each row.
+    """
+    width, size = matrix.shape[1], matrix.itemsize
+    most = min(_SMALL // max(width, 1), _SMALL_SUM // size - width)
+    rows = next((rows for rows in range(most, _FEWEST_ROWS - 1, -1) if len(matrix) % rows == 0), None)
+    if rows is None:
+        return partial(np.vecdot, matrix)
+    return partial(np.matmul, matrix.reshape(-1, rows, width))
 
 
 class _Joined:
-    """`JoinedScore` of the sources of a row: of its direction u, mean and variance at amplitude 1."""
+    """`JoinedScore` of the sources of a row: of its direction u, its logits, and its variance at amplitude 1."""
 
     def __init__(self, distance: ClassDistance, score: JoinedScore) -> None:
-        self._shift, self._root, self._centers, self._offsets = map(
+        self._shift, root, self._centers, self._offsets = map(
             _array, (distance.shift, distance.root, distance.centers, distance.offsets)
         )
-        self._width, self._kind = distance.in_features, self._root.dtype.type
+        self._product, self._width, self._most = _product(root), distance.in_features, float(np.finfo(root.dtype).max)
         heights = F.pad((score.slopes * score.widths)[:, :-1].cumsum(1), (1, 0))  # of t at its knots
         tables = (score.knots, heights, score.slopes, score.widths)
         self._terms: list[tuple[list[float], ...]] = list(zip(*(table.tolist() for table in tables), strict=True))
 
-    def __call__(self, u: Array, mean: Array, variance: float) -> float:
-        both = np.vecdot(self._root, u - self._shift)
+    def __call__(self, u: Array, largest: float, below: Array, spread: float) -> float:
+        both = self._product(u - self._shift).reshape(-1)
         a, b = both[: self._width], both[self._width :]
         near = np.vecdot(self._centers, a)
         near += self._offsets
-        distance = float(a.dot(a)) + float(near.min()) - float(b.dot(b))  # Python's floats overflow in silence
+        distance = float(a.dot(a)) + float(near[near.argmin()]) - float(b.dot(b))  # Python's floats overflow in silence
+        energy = -largest - math.log(np.exp(below).sum())
         total = 0.0
-        sources = (variance, -_log_sum_exp(mean), distance)
-        for x, (knots, heights, slopes, widths) in zip(sources, self._terms, strict=True):
-            below = bisect_left(knots, x) - 1
-            if below >= 0:
-                total += heights[below] + slopes[below] * min(x - knots[below], widths[below])
-        with np.errstate(over="ignore"):
-            return float(self._kind(total))
+        for x, (knots, heights, slopes, widths) in zip((spread, energy, distance), self._terms, strict=True):
+            i = bisect_left(knots, x) - 1
+            if i >= 0:
+                total += heights[i] + slopes[i] * min(x - knots[i], widths[i])
+        return total if total <= self._most else math.inf
 
 
 class _Classes:
     """`GaussianProcessHead.prediction` of an answer: mean-field probabilities, and p-values of the joined score."""
 
     def __init__(self, head: "GaussianProcessHead") -> None:
-        self._scale, self._calibrated = head.logit_scale, head.calibrated
-        self._reference, self._spans = _array(head.reference), head.reference_spans.tolist()
+        self._scale, self._calibrated = _array(head.logit_scale), head.calibrated
+        self._reference, self._spans = memoryview(_array(head.reference)), head.reference_spans.tolist()  # type: ignore[arg-type]
         self._known: dict[str, Any] = {"likelihood": head.likelihood}
         if self._calibrated:
             smallest = 1 / (fewest_rows(head.reference, head.reference_spans) + 1)
             self._known |= {"default_score": head.score, "smallest_p_value": smallest}
 
-    def __call__(self, h: Tensor, mean: Array, variance: float, joined: float | None) -> Prediction:
-        logits = mean * self._scale.item()
-        probs = logits / math.sqrt(1 + MEAN_FIELD_FACTOR * variance)
-        probs -= probs.max()
+    def __call__(self, h: Tensor, mean: Array, variance: float, below: Array, joined: float | None) -> Prediction:
+        scale = float(self._scale)
+        logits = mean * scale
+        probs = below * (scale / math.sqrt(1 + MEAN_FIELD_FACTOR * variance))
         np.exp(probs, out=probs)
         probs /= probs.sum()
-        p_value, count = self._p_value(joined, logits) if self._calibrated and joined is not None else (None, None)
-        kind, row = mean.dtype, torch.from_numpy
+        numbers, row = np.array([variance, joined or 0.0, 0.0], mean.dtype), torch.from_numpy
+        p_value = count = None
+        if self._calibrated and joined is not None:
+            numbers[2], count = self._p_value(numbers.item(1), logits)
+            p_value = row(numbers[2:])
         return Prediction(
             row(logits[None]),
-            row(np.array([variance], kind)),
+            row(numbers[:1]),
             row(probs[None]),
             None,
             h,
-            None if p_value is None else row(np.array([p_value], kind)),
-            None if joined is None else row(np.array([joined], kind)),
+            p_value,
+            None if joined is None else row(numbers[1:2]),
             num_reference=torch.tensor([count]) if self._spans else count,
             **self._known,
         )
 
     def _p_value(self, joined: float, logits: Array) -> tuple[float, int]:
         """And the number of rows that it comes from."""
-        reference = self._reference
-        if self._spans:
-            first, end = self._spans[logits.argmax()]
-            reference = reference[first:end]
-        count = len(reference)
-        return (1 + count - int(reference.searchsorted(joined))) / (1 + count), count
+        first, end = self._spans[logits.argmax()] if self._spans else (0, len(self._reference))
+        count = end - first
+        return (1 + end - bisect_left(self._reference, joined, first, end)) / (1 + count), count
 
 
-def _log_sum_exp(mean: Array) -> float:
-    """Of the logits; one logit stands for two (`scores.symmetric`)."""
-    mean = mean if len(mean) > 1 else np.array([-mean[0] / 2, mean[0] / 2])
-    largest = mean.max()
-    return float(largest) + math.log(np.exp(mean - largest).sum())
+def _below_largest(mean: Array) -> tuple[float, Array]:
+    """The largest logit, and the logits less that; one logit stands for two (`scores.symmetric`)."""
+    if len(mean) == 1:
+        mean = mean * np.array([-0.5, 0.5], mean.dtype)
+    largest = mean[mean.argmax()]
+    return float(largest), mean - largest

@@ -16,7 +16,7 @@ is 2e9: a float32 inverse is then off by 340% and has negative variances; |L^-1 
 """
 
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from afield.errors import NotFitted
+from afield.gp.exact_buffers import ExactBuffers
 from afield.gp.full_precision import full_precision
 from afield.gp.likelihoods import LIKELIHOODS
 
@@ -58,7 +59,7 @@ def check_weights(weights: Tensor, rows: int) -> Tensor:
     return weights.detach()
 
 
-class Accumulator(nn.Module):
+class Accumulator(ExactBuffers):
     """Sums over examples, and a factor made of them; the first dimension of either is 0 where it is not there.
 
     `SUMS`, `FACTORS` and `TOTALS` (which are always there) name the buffers of a kind.
@@ -110,6 +111,15 @@ class Accumulator(nn.Module):
     def check_factored(self) -> None:
         if not self.factored:
             raise NotFitted("The precision is not factorised: call factor(ridge) first.")
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        before = [self._buffers[name] for name in self.FACTORS]
+        super()._apply(fn, recurse)
+        for name, value in zip(self.FACTORS, before, strict=True):
+            own = getattr(self, name)
+            if value is not None and own.dtype != value.dtype:  # make it again: half precision overflows at 1 / ridge
+                setattr(self, name, own[:0].to(torch.promote_types(own.dtype, torch.float32)))
+        return self
 
 
 class Precision(Accumulator):
@@ -243,21 +253,12 @@ class Precision(Accumulator):
         if self.momentum is not None:
             raise ValueError(f"Cannot {what} a moving average (momentum={self.momentum}); use momentum=None.")
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Precision":
-        exact, dtype = self.data, self.root.dtype
-        super()._apply(fn, recurse)
-        if self.data.dtype != torch.float64:  # .half() and .float() must not cost the sum its digits
-            self.data = exact.to(self.data.device)
-        if self.root.dtype != dtype:  # factorise again, at least in float32: half precision overflows at 1 / ridge
-            self.root = self.root[:0].to(torch.promote_types(self.root.dtype, torch.float32))
-        return self
+    @property
+    def exact(self) -> tuple[str, ...]:
+        return self.SUMS
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        for name in ("data", "root"):  # their first dimension tells whether they are there
-            saved = state_dict.get(prefix + name)
-            own = getattr(self, name)
-            if saved is not None and saved.shape[1:] == own.shape[1:] and saved.shape[0] in (0, self.num_matrices):
-                setattr(self, name, own.new_zeros(saved.shape))
+        self.make_room(state_dict, prefix, ("data", "root"), rows=(0, self.num_matrices))
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def extra_repr(self) -> str:

@@ -82,7 +82,7 @@ class _Member(nn.Module):
         model.head.factor()
         plain = fold(model).eval()
         self.head: GaussianProcessHead = plain.head
-        self.net = replace_layer(plain.net, plain.output, nn.Identity())
+        self.net = replace_layer(plain.net, plain.head_name, nn.Identity())
         # Only the factor is read; reference scores, of which members may have different numbers, are the originals'.
         self.head.precision.free()
         self.head.forget_reference()

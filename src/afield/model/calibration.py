@@ -18,6 +18,7 @@ then compare with a half of the data, other scores' with a third.
 import dataclasses
 import math
 import warnings
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -30,14 +31,20 @@ from afield.errors import NoBetterThanGuessing, NotFitted
 from afield.gp.calibration_objective import STANDARD_ERRORS, Objective, choose, objective_of, with_scale
 from afield.gp.head import GaussianProcessHead
 from afield.gp.likelihoods import LIKELIHOODS, Likelihood
-from afield.model.batches import Field, Inputs
+from afield.model.batches import Field, Inputs, split_batch
 from afield.model.evaluating import evaluating
-from afield.model.hidden import Hidden, check_target
+from afield.model.hidden import Hidden, Sample, check_target
+from afield.model.labels import calibrate_labels
+from afield.model.noise import balance_outputs
+from afield.model.positions import CALIBRATED, FITTED, IGNORED, keys_of, mask_of, predict_positions
+from afield.model.progress import track
 from afield.model.sngp_model import SNGP
 from afield.model.targets import other_kind, warn_of_kind
 from afield.prediction.distance_scores import FITTED
 from afield.prediction.fitted_score import Constants
+from afield.prediction.labels import doubts
 from afield.prediction.p_values import fewest_rows, predicted_class
+from afield.prediction.positions import input_score
 from afield.prediction.prediction import Prediction
 from afield.prediction.scores import symmetric
 
@@ -82,8 +89,11 @@ def calibrate(
     score: str | None = None,
     train: Iterable[Any] | None = None,
     per_class: bool = False,
+    per_output: bool = False,
     fit_fraction: float | None = None,
     seed: int = 0,
+    num_positions: int = CALIBRATED,
+    ignore_index: int = IGNORED,
     progress: bool | None = None,
 ) -> Calibration:
     """Fit logit scale and amplitude (regression: noise and amplitude) and keep reference scores for p-values.
@@ -102,9 +112,13 @@ def calibrate(
     train         batches of training data, to which a score of FITTED is fitted
     per_class     compare a row with reference rows of the same predicted class, so that no class is refused more often
                   than promised, however rare it is. Classes with fewer than 99 such rows share a reference
+    per_output    of several labels: a scale and an amplitude for each, besides those of all
     fit_fraction  the part of the data that chooses the parameters and fixes the score; the rest is the reference. None:
                   two thirds, of which the joined score takes a half of all
     seed          of the permutation that cuts the data
+    num_positions how many positions of each input are looked at where the network answers at every pixel or token, drawn
+                  by a hash of the input. Inputs as a whole are scored by all their positions, in a second pass
+    ignore_index  the label of positions that are left out
 
     Warns where the calibrated model cannot be told from guessing. Under torch.distributed give every rank the same
     data: nothing is reduced here.
@@ -119,14 +133,20 @@ def calibrate(
         raise ValueError(f"logit_scale is of classes, got a {head.likelihood} head: leave it out.")
     if fit_fraction is not None and not 0 < fit_fraction < 1:
         raise ValueError(f"fit_fraction must lie strictly between 0 and 1, got {fit_fraction}.")
-    if per_class and not LIKELIHOODS[head.likelihood].of_classes:
+    if per_class and not LIKELIHOODS[head.likelihood].num_classes(head.out_features):
         raise ValueError(f"per_class=True needs classes to predict, got a {head.likelihood} head: leave it out.")
+    if per_output and not LIKELIHOODS[head.likelihood].has_labels(head.out_features):
+        raise ValueError(
+            f"per_output=True needs several labels, got a {head.likelihood} head with {head.out_features} outputs: leave it "
+            "out. Outputs of a regression have their own noise in any case."
+        )
     if (score in FITTED) != (train is not None):
         raise ValueError(_ABOUT_TRAIN.format(score=score))
     model.check_fresh("calibrate")
     with evaluating(model), model.head.revision(observes=False) as head:
         fields: dict[str, Any] = {"target": target, "inputs": inputs}
-        examples = Hidden(model, loader, weights=weights, keep=False, progress=progress, **fields)
+        sample = Sample(num_positions, ignore_index, exactly=True)
+        examples = Hidden(model, loader, weights=weights, keep=False, progress=progress, sample=sample, **fields)
         batches = list(examples)
         if not batches:
             raise ValueError("calibrate got an empty loader: there is nothing to calibrate on.")
@@ -136,22 +156,34 @@ def calibrate(
         given = torch.cat([batch.target for batch in batches if batch.target is not None])
         y = check_target(given, head)
         warn_of_kind(other_kind(head, given))
-        weight = None if examples.weights is None else examples.weights.to(hidden.device)
-        if hidden.shape[0] < _FEWEST:
-            raise ValueError(f"calibrate expects at least {_FEWEST} held-out examples, got {hidden.shape[0]}.")
+        weight = None if weights is None else torch.cat([batch.weight for batch in batches if batch.weight is not None])
+        keys = [key for batch in batches for key in batch.keys or ()]
+        draws = num_positions if examples.have_positions else 1
+        count = hidden.shape[0] // draws  # of inputs, each with so many rows
+        if count < _FEWEST:
+            raise ValueError(f"calibrate expects at least {_FEWEST} held-out examples, got {count}.")
+        if per_class and examples.have_positions:
+            raise ValueError(
+                "per_class=True compares inputs of one class, and the positions of an input have many: leave it out."
+            )
         likelihood = LIKELIHOODS[head.likelihood]
-        head.set_score(score or (JOINED if head.joined_score is not None else likelihood.score))
+        default = likelihood.default_score(head.out_features)
+        head.set_score(score or (JOINED if head.joined_score is not None else default))
+        head.set_label_scales(head.label_scales[:0])
         head.chosen_score.forget()
         if train is not None and score is not None:
-            seen = Hidden(model, train, keep=False, progress=progress, **fields)
+            seen = Hidden(model, train, keep=False, progress=progress, sample=Sample(FITTED, ignore_index), **fields)
             head.chosen_score.take(_constants(head, score, seen))
         free = head.score == JOINED or head.chosen_score.fitted  # of the parameters
         fraction = fit_fraction or (JOINED_FRACTION if free else FIT_FRACTION)
-        first, rest = (part.to(hidden.device) for part in cut_in_two(hidden.shape[0], fraction, seed))
+        first, rest = (part.to(hidden.device) for part in cut_in_two(count, fraction, seed))
         # Parameters may decide the predicted class, by which the reference is then cut.
         of_parameters = fit_fraction or (fraction if per_class else FIT_FRACTION)
-        fit = cut_in_two(hidden.shape[0], of_parameters, seed)[0].to(hidden.device)
+        fit = cut_in_two(count, of_parameters, seed)[0].to(hidden.device)
+        first, fit, reference_rows = (_rows_of(part, draws) for part in (first, fit, rest))
+        balance_outputs(head, hidden[fit], y[fit], None if weight is None else weight[fit])
         objective = objective_of(head, hidden[fit], y[fit], None if weight is None else weight[fit])
+        objective = dataclasses.replace(objective, group=draws)
         if logit_scale is not None:
             objective = with_scale(objective, logit_scale)
         if amplitude is not None:
@@ -164,15 +196,51 @@ def calibrate(
         head.set_scalars(amplitude=amplitude, **fitted)
         if likelihood.noisy and _raise_noise(head, hidden[fit]):
             after = float(objective.mean(objective.loss(float(head.noise), amplitude**2)))
+        if per_output:
+            calibrate_labels(head, hidden[fit], y[fit], None if weight is None else weight[fit])
         if head.joined_score is not None:
             head.joined_score.fit(sources_of(head, hidden[first]))
-        reference = Prediction.cat([head.predict(h) for h in hidden[rest].split(4096)])
-        head.set_reference(reference.score(head.score), predicted_class(reference) if per_class else None)
+        reference = Prediction.cat([head.predict(h) for h in hidden[reference_rows].split(4096)])
+        scores, classes = reference.score(head.score), predicted_class(reference) if per_class else None
+        head.set_reference(scores, classes, draws=draws)
+        if reference.has_labels and draws == 1:
+            head.set_label_reference(doubts(reference))
+        if examples.have_positions:
+            head.set_input_reference(_input_scores(model, head, examples, [keys[i] for i in rest.tolist()]))
         nuisance = float(head.noise if likelihood.noisy else head.logit_scale)
         _warn_of_guessing(head, objective, objective.loss(nuisance, amplitude**2), y[fit])
-    smallest = fewest_rows(head.reference, head.reference_spans)
-    counts = (int(fit.numel()), int(rest.numel()), smallest)
+    smallest = fewest_rows(head.reference, head.reference_spans) // draws
+    counts = (int(fit.numel()) // draws, int(rest.numel()), smallest)
     return Calibration(float(head.logit_scale), amplitude, float(head.noise), before, after, *counts)
+
+
+def _rows_of(inputs: Tensor, draws: int) -> Tensor:
+    """The rows of inputs that have so many each, one input after the other."""
+    return (inputs[:, None] * draws + torch.arange(draws, device=inputs.device)).flatten()
+
+
+def _input_scores(model: SNGP, head: GaussianProcessHead, examples: Hidden, keys: list[int]) -> Tensor:
+    """The scores (n,) of the inputs with these keys as a whole, in a pass over the same loader, in whatever order."""
+    missing, scores, before = Counter(keys), [], 0
+    for batch in track(examples.loader, "inputs as a whole", show=examples.progress):
+        args, kwargs, _ = split_batch(
+            batch, examples.device, net=model.net, target=examples.target, inputs=examples.inputs
+        )
+        h = model.hidden(*args, **kwargs)
+        own = keys_of(args, kwargs, len(h), before)
+        before += len(h)
+        wanted = [i for i, key in enumerate(own) if missing[key] > 0]
+        missing.subtract(own[i] for i in wanted)
+        if wanted:
+            mask = mask_of(kwargs, h.shape[:-1])
+            mask = None if mask is None else mask[wanted]
+            scores.append(input_score(predict_positions(head, h[wanted], mask).score(), mask))
+    if lost := sum(count for count in missing.values() if count > 0):
+        raise ValueError(
+            f"calibrate reads the held-out data twice where inputs have positions, and {lost} of {len(keys)} inputs were "
+            "not there the second time. Give a DataLoader or a list of batches, without random changes of the inputs."
+        )
+    return torch.cat(scores)
 
 
 def sources_of(head: GaussianProcessHead, hidden: Tensor) -> Tensor:
@@ -188,7 +256,7 @@ def _constants(head: GaussianProcessHead, name: str, examples: Hidden) -> Consta
     score = FITTED[name](head.in_features, num_classes or 1, output=layer, device=head.ridge.device)
     if score.needs and not num_classes:
         raise ValueError(f"The score {name} needs classes, got a {head.likelihood} head: use score='knn'.")
-    for h, target, _ in examples:
+    for h, target, *_ in examples:
         if "target" in score.needs and target is None:
             raise examples.without_target(f"The score {name}")
         classes = None if target is None or not num_classes else check_target(target, head)
@@ -220,7 +288,7 @@ def _warn_of_guessing(head: GaussianProcessHead, objective: Objective, losses: T
     if classes:
         chosen = objective.outputs.argmax(-1) if head.out_features > 1 else (objective.outputs[:, 0] > 0).long()
         right = (chosen == target).double()
-        chance = math.sqrt((1 - 1 / classes) / classes / objective.count(right))
+        chance = math.sqrt((1 - 1 / classes) / classes / objective.count(right) * objective.group)
         if float(objective.mean(right)) <= 1 / classes + _ONE_IN_TWENTY * chance:
             reasons.append(f"its accuracy of {float(objective.mean(right)):.4g} cannot be told from chance")
     if reasons:
@@ -235,12 +303,13 @@ def _warn_of_guessing(head: GaussianProcessHead, objective: Objective, losses: T
 
 def _constant_loss(likelihood: Likelihood, objective: Objective, target: Tensor) -> Tensor:
     """The losses (N,) of the best answer that does not look at its input."""
-    mean = objective.mean(target.T)
+    mean = objective.mean(target.T.double())
     if likelihood.noisy:
         variance = objective.mean((target - mean).square().T).clamp_min(1e-300)
         return likelihood.predictive_loss(mean.expand_as(target), variance.expand_as(target), 0.0, target)
-    rate = mean.clamp_min(1e-12).log().expand_as(target)
-    return likelihood.predictive_loss(rate, torch.zeros_like(rate), 0.0, target)
+    assert likelihood.link is not None
+    output = likelihood.link(mean).expand_as(target)
+    return likelihood.predictive_loss(output, torch.zeros_like(output), 0.0, target)
 
 
 def _raise_noise(head: GaussianProcessHead, hidden: Tensor) -> bool:

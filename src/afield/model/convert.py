@@ -6,18 +6,21 @@ calling the model goes through the network's own `forward`, whatever that takes 
 
 import copy
 import fnmatch
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
+import torch
 from torch import nn
 
 from afield.bounds.spectral import BOUNDABLE, bound, boundable
 from afield.gp.head import GaussianProcessHead
 from afield.gp.likelihoods import LIKELIHOODS, UNDECIDED
 from afield.gp.variance_features import FOR_NUMBERS, FOR_VARIANCE
-from afield.model.layers import layers_of, replace_layer, type_name
+from afield.model.layers import layers_of, replace_layer, type_name, unwrapped
 from afield.model.output_check import check_example
+from afield.model.positions import ChannelsFirst
 from afield.model.sngp_model import SNGP
 
 BoundRules = float | Mapping[str | type[nn.Module], float | None] | None
@@ -25,7 +28,64 @@ DEFAULT_BOUNDS: Mapping[str | type[nn.Module], float | None] = MappingProxyType(
     {nn.Linear: 0.95, nn.MultiheadAttention: 0.95, nn.Conv1d: 6.0, nn.Conv2d: 6.0, nn.Conv3d: 6.0}
 )
 """By type of layer; docs/defaults.md has the evidence. 6 is the paper's for convolutions."""
+_PROBLEMS = {"multi_label_classification": "bernoulli", "regression": "gaussian"}  # of Hugging Face
 _BATCH_NORM = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+
+
+@dataclass(frozen=True)
+class OutputLayer:
+    """A type of layer that makes logits, and how rows of hidden vectors reach the head that takes its place.
+
+    inputs   the length of a hidden vector
+    outputs  the number of logits at a position
+    fits     whether every position is computed by itself, so that positions are rows
+    of_rows  the same layer over rows (M, d), as the mean of an attached head
+    around   the head as the network calls it
+    options  of the head, unless others are given
+    """
+
+    inputs: Callable[[Any], int]
+    outputs: Callable[[Any], int]
+    fits: Callable[[Any], bool] = lambda layer: True
+    of_rows: Callable[[Any], nn.Module] = lambda layer: layer
+    around: Callable[[GaussianProcessHead], nn.Module] = lambda head: head
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+def _is_one_position(layer: Any) -> bool:
+    own_way = type(layer).forward not in (nn.Conv1d.forward, nn.Conv2d.forward, nn.Conv3d.forward)
+    rest = (*layer.kernel_size, *layer.stride, layer.groups)
+    return set(rest) == {1} and not isinstance(layer.padding, str) and not any(layer.padding) and not own_way
+
+
+def _linear_of(layer: Any) -> nn.Linear:
+    linear = nn.Linear(layer.in_channels, layer.out_channels, bias=layer.bias is not None).to(layer.weight)
+    with torch.no_grad():
+        linear.weight.copy_(layer.weight.flatten(1))
+        if layer.bias is not None:
+            linear.bias.copy_(layer.bias)
+    return linear
+
+
+_LINEAR = OutputLayer(lambda layer: layer.in_features, lambda layer: layer.out_features)
+_CONVOLUTION = OutputLayer(
+    lambda layer: layer.in_channels,
+    lambda layer: layer.out_channels,
+    fits=_is_one_position,
+    of_rows=_linear_of,
+    around=ChannelsFirst,
+    options={"num_random_features": 128},  # for every pixel; docs/defaults.md
+)
+OUTPUT_LAYERS: Mapping[type[nn.Module], OutputLayer] = MappingProxyType(
+    {nn.Linear: _LINEAR, nn.Conv1d: _CONVOLUTION, nn.Conv2d: _CONVOLUTION, nn.Conv3d: _CONVOLUTION}
+)
+"""What can be the output layer of a network, by type. A Linear may have positions before its features, (N, *P, d)."""
+
+
+def kind_of(layer: nn.Module) -> OutputLayer | None:
+    """How a layer can be the output; None where it cannot."""
+    found = next((kind for base, kind in OUTPUT_LAYERS.items() if isinstance(layer, base)), None)
+    return found if found is not None and found.fits(layer) else None
 
 
 def sngp(
@@ -57,13 +117,15 @@ def sngp(
     if isinstance(net, SNGP):
         default = {"bound": _bound_settings(DEFAULT_BOUNDS), "output": None, "freeze": False, "head": {}}
         return _checked(_again(net, "sngp", settings, default), example)
-    net, output, old = _copied(net, output)
-    out_features = head.pop("out_features", old.out_features)
-    new = GaussianProcessHead(old.in_features, out_features, **{"variance_features": "auto", **head})
+    net, output, old, kind = _copied(net, output)
+    head = {**kind.options, **_of_problem(net), **head}
+    settings["head"] = _plain_options(head)
+    out_features = head.pop("out_features", kind.outputs(old))
+    new = GaussianProcessHead(kind.inputs(old), out_features, **{"variance_features": "auto", **head})
     reasons = bound_layers(net, bound, skip=output)
     if freeze:
         net.requires_grad_(False)
-    net = replace_layer(net, output, new.to(old.weight))
+    net = replace_layer(net, output, kind.around(new.to(old.weight)))
     return _checked(SNGP(net, output, kind="sngp", settings=settings, reasons=reasons), example)
 
 
@@ -82,17 +144,25 @@ def attach(net: nn.Module, *, output: str | None = None, example: Any = None, **
         return _checked(_again(net, "attach", settings, {"output": None, "head": {}}), example)
     if head.get("covariance", "shared") != "shared":
         raise ValueError('attach keeps the most probable class, which needs covariance="shared".')
-    net, output, old = _copied(net, output)
-    undecided = "likelihood" not in head and old.out_features == 1
+    net, output, old, kind = _copied(net, output)
+    head = {**kind.options, **_of_problem(net), **head}
+    settings["head"] = _plain_options(head)
+    undecided = "likelihood" not in head and kind.outputs(old) == 1
     of_classes = not undecided and LIKELIHOODS[head.get("likelihood", "categorical")].of_classes
     options = {**(FOR_VARIANCE if of_classes else FOR_NUMBERS), **head}
     if undecided:
         options["likelihood"] = "bernoulli"  # for now
-    new = GaussianProcessHead(old.in_features, old.out_features, mean=old, **options)
+    new = GaussianProcessHead(kind.inputs(old), kind.outputs(old), mean=kind.of_rows(old), **options)
     if undecided:
         new.likelihood = UNDECIDED
-    net = replace_layer(net, output, new.to(old.weight)).requires_grad_(False)
+    net = replace_layer(net, output, kind.around(new.to(old.weight))).requires_grad_(False)
     return _checked(SNGP(net, output, kind="attach", settings=settings, reasons={}), example)
+
+
+def _of_problem(net: nn.Module) -> dict[str, Any]:
+    """The likelihood that a Hugging Face network's configuration names."""
+    problem = getattr(getattr(net, "config", None), "problem_type", None)
+    return {"likelihood": _PROBLEMS[problem]} if problem in _PROBLEMS else {}
 
 
 def _checked(model: SNGP, example: Any) -> SNGP:
@@ -103,7 +173,9 @@ def _checked(model: SNGP, example: Any) -> SNGP:
 
 def _again(model: SNGP, kind: str, asked: dict[str, Any], default: dict[str, Any]) -> SNGP:
     """A copy of a converted model, unless something else is asked for than it was made with."""
-    if model.kind != kind or asked not in (default, model.settings):
+    usual = _CONVOLUTION.options if isinstance(model.net.get_submodule(model.output), ChannelsFirst) else {}
+    same = asked | {"head": {**usual, **asked["head"]}} == model.settings
+    if model.kind != kind or not (asked == default or same):
         raise ValueError(
             f"This model was converted by afield.{model.kind} already; convert the original network again to change "
             f"it (made with {model.settings}, asked for {asked})."
@@ -111,24 +183,32 @@ def _again(model: SNGP, kind: str, asked: dict[str, Any], default: dict[str, Any
     return copy.deepcopy(model)
 
 
-def _copied(net: nn.Module, output: str | None) -> tuple[nn.Module, str, nn.Linear]:
-    linears = {name: m for name, m in net.named_modules() if isinstance(m, nn.Linear)}
+def _copied(net: nn.Module, output: str | None) -> tuple[nn.Module, str, Any, OutputLayer]:
+    """A copy of the network as it is inside its containers, and its output layer: name, module and kind."""
+    net = unwrapped(net)
+    layers = {name: m for name, m in net.named_modules() if isinstance(m, tuple(OUTPUT_LAYERS))}
     inside = {f"{name}.out_proj".lstrip(".") for name, m in net.named_modules() if isinstance(m, nn.MultiheadAttention)}
     body = getattr(net, "base_model", net)  # Hugging Face: a few networks register their classifier before the body
     if isinstance(body, nn.Module) and body is not net:
         within = set(map(id, body.modules()))
-        inside |= {name for name, m in linears.items() if id(m) in within}
+        inside |= {name for name, m in layers.items() if id(m) in within}
     if output is None:
-        candidates = [name for name in linears if name not in inside]
+        candidates = [name for name, m in layers.items() if name not in inside and kind_of(m) is not None]
         if not candidates:
-            raise ValueError(f"{type(net).__name__} has no Linear layer to replace: the output must be a Linear.")
+            raise ValueError(
+                f"{type(net).__name__} has no Linear layer to replace: the output must be a Linear, or a convolution "
+                "with a kernel of size 1."
+            )
         output = candidates[-1]
-    elif output not in linears:
-        raise ValueError(f"output={output!r} is not a Linear of this network. Its Linear layers: {', '.join(linears)}.")
-    net = copy.deepcopy(net)
+    elif (output := output.replace("_orig_mod.", "")) not in layers or kind_of(layers[output]) is None:
+        raise ValueError(
+            f"output={output!r} is not a Linear of this network, nor a convolution with a kernel of size 1. There are: "
+            f"{', '.join(name for name, m in layers.items() if kind_of(m) is not None)}."
+        )
     layer = net.get_submodule(output)
-    assert isinstance(layer, nn.Linear)
-    return net, output, layer
+    kind = kind_of(layer)
+    assert kind is not None
+    return net, output, layer, kind
 
 
 def bound_layers(net: nn.Module, rules: BoundRules, skip: str) -> dict[str, str]:

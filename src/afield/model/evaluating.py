@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 
 from afield.gp.snapshot import Lock
 
@@ -18,6 +19,7 @@ _LOCK = Lock(rank=2)
 
 _MODES: "weakref.WeakKeyDictionary[nn.Module, list[Any]]" = weakref.WeakKeyDictionary()  # [readers, modes]
 _FLAT = "_flat_modules"  # where a module has its `_Flat`
+_WITHOUT_MODE = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _CHILDREN, _TRAINING = itemgetter("_modules"), itemgetter("training")
 
 
@@ -53,14 +55,19 @@ class _Flat:
 
     To look at them again costs a tenth of a walk: the loops run in C, and touch as few objects as they can, because all
     have left the processor's caches since the last pass. It holds the dictionaries of the modules.
+
+    Of a layer of torch's own that is parametrised, only the parametrisations have a mode. What is around them is looked
+    at for other children, and no closer.
     """
 
     __slots__ = ("_children", "_found", "_leaves", "_parents", "_states")
 
     def __init__(self, modules: list[nn.Module]) -> None:
-        self._states = [m.__dict__ for m in modules]
-        self._children = [m._modules for m in modules]
-        self._parents, self._leaves = ([c for c in self._children if bool(c) is some] for some in (True, False))
+        closely = _looked_at_closely(modules)
+        self._states = [m.__dict__ for m in closely]
+        self._children = [m._modules for m in closely]
+        children = [m._modules for m in modules]
+        self._parents, self._leaves = ([c for c in children if bool(c) is some] for some in (True, False))
         self._found = list(chain.from_iterable(map(dict.values, self._parents)))
 
     def is_all_of(self, module: nn.Module) -> bool:
@@ -78,6 +85,16 @@ class _Flat:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()
+
+
+def _looked_at_closely(modules: list[nn.Module]) -> list[nn.Module]:
+    """All but parametrised layers of torch that run alike in both modes, and what holds their parametrisations."""
+    no_mode = set()
+    for m in modules:
+        if parametrize.is_parametrized(m) and type(m).__mro__[1] in _WITHOUT_MODE and "forward" not in m.__dict__:
+            chains: Any = m.parametrizations
+            no_mode |= {m, chains, *(chain for chain in chains.values())}
+    return [m for m in modules if m not in no_mode]
 
 
 def _trains(module: nn.Module) -> bool:

@@ -20,10 +20,16 @@ from afield.gp.head import GaussianProcessHead
 
 _POSTERIOR = (  # what fitting and calibrating set
     *("ridge", "amplitude", "logit_scale", "noise", "training_error"),
-    *("reference", "reference_spans", "reference_count", "score_name"),
+    *("label_reference", "label_scales", "reference", "reference_spans", "reference_count", "reference_draws", "input_reference", "score_name"),
     *("shift", "gain", "length_scale", "radius"),
 )
-_SUMS = ("precision", "class_distance", "joined_score", "chosen_score")  # of the head: fitting fills them
+_SUMS = (
+    "precision",
+    "class_distance",
+    "joined_score",
+    "chosen_score",
+    "noise_shape",
+)  # of the head: fitting fills them
 _VERSION = attrgetter("_version")
 _COUNTERS = ("num_steps", "num_binding", "num_batches_tracked")  # which change nothing
 

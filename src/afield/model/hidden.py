@@ -13,6 +13,7 @@ from afield.gp.head import GaussianProcessHead
 from afield.gp.likelihoods import LIKELIHOODS
 from afield.gp.observing import check_finite
 from afield.gp.precision import check_weights
+from afield.model import positions
 from afield.model.batches import Field, Inputs, device_of, split_batch
 from afield.model.output_check import check_output
 from afield.model.progress import track
@@ -25,14 +26,31 @@ _SCALE_ROWS = 4096  # hidden vectors whose distances set the length scale
 
 
 class Examples(NamedTuple):
-    """One batch: hidden vectors (N, d), targets and weights (N,) where there are any."""
+    """One batch: hidden vectors (N, d), targets and weights (N,) where there are any.
+
+    keys  of the inputs whose positions the rows are (`model.positions`), in order; None: rows are inputs
+    """
 
     h: Tensor
     target: Tensor | None
     weight: Tensor | None
+    keys: list[int] | None = None
 
     def to(self, device: torch.device | None) -> "Examples":
-        return Examples(*(None if t is None else t.to(device) for t in self))  # type: ignore[arg-type]
+        return Examples(*(None if t is None else t.to(device) for t in self[:3]), self.keys)  # type: ignore[arg-type]
+
+
+class Sample(NamedTuple):
+    """Which positions of an input count, where it has positions: pixels, tokens.
+
+    count         how many, drawn by the input's own content; None: all
+    ignore_index  the label of those that never count
+    exactly       that many of every input, by turns where it has fewer
+    """
+
+    count: int | None = positions.FITTED
+    ignore_index: int = positions.IGNORED
+    exactly: bool = False
 
 
 class Hidden:
@@ -43,6 +61,7 @@ class Hidden:
     keep            whether to keep hidden vectors for a second look; who needs one pass alone keeps the memory constant
     fitting         whether the model is being fitted to them: then the first batch shows whether the network returns
                     the head's logits, and whether the targets are of the likelihood's kind
+    sample          which positions of an input are taken, where it has positions
     """
 
     def __init__(
@@ -56,7 +75,9 @@ class Hidden:
         keep: bool = True,
         fitting: bool = False,
         progress: bool | None = None,
+        sample: Sample = Sample(),
     ) -> None:
+        self.sample, self.num_inputs, self.have_positions = sample, 0, False
         self.model, self.loader, self.keep, self.progress = model, loader, keep, progress
         self.target, self.inputs = target, inputs
         self._to_check = fitting
@@ -71,10 +92,9 @@ class Hidden:
             yield from (examples.to(self.device) for examples in self._cache)
             return
         cache: list[Examples] = []
-        keep, size, rows = self.keep, 0, 0
+        keep, size, self.num_inputs = self.keep, 0, 0
         for batch in track(self.loader, "hidden features", show=self.progress):
-            examples = self._examples(batch, rows)
-            rows += len(examples.h)
+            examples = self._examples(batch, self.num_inputs)
             size += examples.h.nbytes
             if keep and size > _CACHE_BYTES:
                 if isinstance(self.loader, Iterator):
@@ -87,8 +107,10 @@ class Hidden:
             if keep:
                 cache.append(examples.to(torch.device("cpu")))
             yield examples
-        if self.weights is not None and rows != len(self.weights):
-            raise ValueError(f"weights must hold one number for each example: got {len(self.weights)} for {rows}.")
+        if self.weights is not None and self.num_inputs != len(self.weights):
+            raise ValueError(
+                f"weights must hold one number for each example: got {len(self.weights)} for {self.num_inputs}."
+            )
         if keep:
             self._cache = cache
 
@@ -98,7 +120,8 @@ class Hidden:
             batch, self.device, net=self.model.net, target=self.target, inputs=self.inputs
         )
         h = self.model.hidden(*args, **kwargs)
-        check_finite(h, before=before)
+        self.num_inputs += len(h)
+        check_finite(h.flatten(1), before=before)
         if target is not None and not isinstance(target, Tensor):  # file names and the like
             self.foreign_target, target = _type_name(target), None
         if target is not None and target.shape[:1] != h.shape[:1]:
@@ -107,14 +130,34 @@ class Hidden:
             check_inferred(self.model, target)
         if self._to_check and len(h):
             self._to_check = False
-            self.odd_targets = None if target is None else other_kind(self.model.head, target)
+            self.odd_targets = None if target is None or h.dim() > 2 else other_kind(self.model.head, target)
             check_output(self.model, args, kwargs)
         weight = None
         if self.weights is not None:
             if before + len(h) > len(self.weights):
                 raise ValueError(f"weights must hold one number for each example: got only {len(self.weights)}.")
             weight = self.weights[before : before + len(h)].to(h.device)
-        return Examples(h, target, weight)
+        return Examples(h, target, weight) if h.dim() == 2 else self._rows(h, target, weight, args, kwargs, before)
+
+    def _rows(
+        self, h: Tensor, target: Tensor | None, weight: Tensor | None, args: Any, kwargs: Any, before: int
+    ) -> Examples:
+        """Rows of the positions (N, *P) that are drawn from a batch."""
+        self.have_positions, shape = True, tuple(h.shape[:-1])
+        valid = positions.mask_of(kwargs, shape)
+        valid = torch.ones(shape, dtype=torch.bool, device=h.device) if valid is None else valid
+        if target is not None:
+            target = positions.rows_of_target(target, shape, self.model.head.out_features)
+            if target.dim() == 1:
+                valid = valid & (target != self.sample.ignore_index).reshape(shape)
+        keys = positions.keys_of(args, kwargs, len(h), before)
+        index, owner = positions.draw(valid, keys, self.sample.count, exactly=self.sample.exactly)
+        return Examples(
+            h.flatten(0, -2)[index],
+            None if target is None else target[index],
+            None if weight is None else weight[owner],
+            [keys[i] for i in owner.unique_consecutive().tolist()],
+        )
 
     def without_target(self, what: str) -> ValueError:
         """The error to raise where a target is needed and there was none."""
@@ -152,7 +195,7 @@ def adapt(features: RandomFeatures, examples: Hidden) -> None:
     Weights count in the moments; the length scale looks at the vectors themselves.
     """
     total, rows, step, kept = None, 0, 1, torch.zeros(0)
-    for h, _, weight in examples:
+    for h, _, weight, _ in examples:
         double = features.mapped(h.double())
         count = h.shape[0] if weight is None else float(weight.sum())
         weighted = double if weight is None else double * weight[:, None]

@@ -1,15 +1,44 @@
 """The layers of a network: which hold parameters, how to put another in the place of one, how each is trained."""
 
+import copy
 import math
 from collections.abc import Collection, Iterator
 from typing import Any
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from afield.bounds.spectral import BOUNDABLE
 from afield.gp.head import GaussianProcessHead
 
 HEAD_RATE = 10.0  # times the learning rate of the hidden layers; docs/defaults.md
+
+
+def unwrapped(net: nn.Module) -> nn.Module:
+    """A copy of the network without what others have put around it: compilation and copies on several devices.
+
+    A compiled network would go on running the code of its old output layer, and replicas run in threads of their own.
+    """
+    if lazy := [name for name, parameter in net.named_parameters() if is_lazy(parameter)]:
+        raise ValueError(
+            f"{type(net).__name__} has layers whose size is not known yet ({', '.join(lazy[:3])}): run one batch through "
+            "it first, net(x), and convert it then."
+        )
+    while isinstance(inner := _inside(net), nn.Module):
+        net = inner
+    net = copy.deepcopy(net)
+    for parent in list(net.modules()):
+        for child, module in list(parent._modules.items()):
+            while isinstance(inner := _inside(module), nn.Module):
+                parent._modules[child] = module = inner
+    return net
+
+
+def _inside(net: nn.Module | None) -> Any:
+    """The network in a container; None in anything else."""
+    if isinstance(net, nn.DataParallel | nn.parallel.DistributedDataParallel):
+        return net.module
+    return getattr(net, "_orig_mod", None)  # torch.compile
 
 
 def replace_layer(net: nn.Module, name: str, new: nn.Module) -> nn.Module:

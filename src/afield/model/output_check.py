@@ -70,7 +70,7 @@ class _Seen:
         self.model, self.thread = model, threading.get_ident()
         self.h: Tensor | None = None
         self.logits: Tensor | None = None  # random ones
-        self.linears: dict[str, Tensor] = {}  # outputs (N, K) of the Linear layers, by name
+        self.linears: dict[str, Tensor] = {}  # outputs (N, ..., K) of the Linear layers and convolutions, by name
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
@@ -78,7 +78,7 @@ class _Seen:
         inside = set(map(id, head.modules()))
         hooks = [head.register_forward_hook(self._replace)]
         for name, layer in net.named_modules():
-            if isinstance(layer, nn.Linear) and id(layer) not in inside:
+            if isinstance(layer, nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d) and id(layer) not in inside:
                 hooks.append(layer.register_forward_hook(self._note(name)))
         compiled = any(hasattr(m, "_orig_mod") or m._compiled_call_impl is not None for m in net.modules())
         try:
@@ -99,7 +99,10 @@ class _Seen:
 
     def _note(self, name: str) -> Callable[[nn.Module, tuple[Any, ...], Any], None]:
         def seen(layer: nn.Module, given: tuple[Any, ...], output: Any) -> None:
-            if threading.get_ident() == self.thread and isinstance(output, Tensor) and output.dim() == 2:
+            if threading.get_ident() != self.thread or not isinstance(output, Tensor):
+                return
+            output = output if isinstance(layer, nn.Linear) else output.movedim(1, -1)
+            if output.dim() == 2 or output.shape[-1] == self.model.head.out_features:  # else it may be large
                 self.linears[name] = output.clone()
 
         return seen
@@ -121,7 +124,10 @@ def _changed(model: SNGP, others: list[str], linears: list[str]) -> str:
 
 
 def _is_among(logits: Tensor, returned: list[Tensor], head: GaussianProcessHead) -> bool:
-    return any(_same(form(logits), tensor) for form in _forms(head) for tensor in returned)
+    shown = [form(logits) for form in _forms(head)]
+    if logits.dim() > 2:  # a network may return (N, K, *P) or (N, *P, K)
+        shown += [form.movedim(-1, 1) for form in shown]
+    return any(_same(form, tensor) for form in shown for tensor in returned)
 
 
 def _forms(head: GaussianProcessHead) -> list[Callable[[Tensor], Tensor]]:
@@ -131,7 +137,7 @@ def _forms(head: GaussianProcessHead) -> list[Callable[[Tensor], Tensor]]:
         return f
 
     if head.likelihood != UNDECIDED and (mean := LIKELIHOODS[head.likelihood].mean) is not None:
-        return [itself, lambda f: mean(f, torch.zeros_like(f[:, 0]))]
+        return [itself, lambda f: mean(rows := f.flatten(0, -2), torch.zeros_like(rows[:, 0])).reshape(f.shape)]
     return [
         itself,
         lambda f: to_probs(f.float()),

@@ -26,8 +26,9 @@ from afield.gp.likelihoods import LIKELIHOODS, Likelihood
 from afield.gp.precision import add_products
 from afield.model.batches import Field, Inputs
 from afield.model.evaluating import evaluating
-from afield.model.hidden import Hidden, adapt, check_target
-from afield.model.posterior import noise_variance
+from afield.model.hidden import Hidden, Sample, adapt, check_target
+from afield.model.noise import noise_variance
+from afield.model.positions import FITTED, IGNORED
 from afield.model.progress import track
 from afield.model.sngp_model import SNGP
 from afield.model.targets import warn_of_kind
@@ -110,6 +111,8 @@ def fit_head(
     inputs: Inputs = None,
     weights: Tensor | None = None,
     tolerance: float = 1e-4,
+    num_positions: int | None = FITTED,
+    ignore_index: int = IGNORED,
     progress: bool | None = None,
 ) -> HeadFit:
     """Solve for the output weights on top of the network as it is: no gradient steps through it, minutes at most.
@@ -122,6 +125,7 @@ def fit_head(
     inputs     of the input or a list of them, where a batch has more fields than those two
     weights    (N,) of the examples, in the order of the loader: one of weight w counts as w examples; None: one each
     tolerance  the norm of the gradient, relative to that at zero weights, at which to stop
+    num_positions, ignore_index  as in `afield.fit_posterior`
     """
     head = model.head
     if head.mean is not None:
@@ -134,19 +138,24 @@ def fit_head(
     with evaluating(model):
         twice = not head.random_features.adapted
         fields: dict[str, Any] = {"target": target, "inputs": inputs}
-        examples = Hidden(model, loader, weights=weights, keep=twice, fitting=True, progress=progress, **fields)
+        sample = Sample(num_positions, ignore_index)
+        examples = Hidden(
+            model, loader, weights=weights, keep=twice, fitting=True, progress=progress, sample=sample, **fields
+        )
         if twice:
             adapt(head.random_features, examples)
-        phis, targets = [], []
-        for h, y, _ in examples:
+        phis, targets, of_examples = [], [], []
+        for h, y, weight, _ in examples:
             if y is None:
                 raise examples.without_target("fit_head")
             phis.append(head.features(h))
             targets.append(y)
+            of_examples.append(weight)
         if not phis:
             raise ValueError("fit_head got an empty loader: there is nothing to fit.")
         y = check_target(torch.cat(targets), head)
-        problem = _problem(head, torch.cat(phis), y, examples.weights, progress)
+        given = None if examples.weights is None else torch.cat([w for w in of_examples if w is not None])
+        problem = _problem(head, torch.cat(phis), y, given, progress)
         solution, iterations = (_closed_form if problem.likelihood.noisy else _newton)(problem, tolerance)
         loss, gradient = problem.loss_and_gradient(solution)
         if head.constant is not None:
@@ -181,13 +190,19 @@ def _closed_form(problem: _Problem, tolerance: float) -> tuple[Tensor, int]:
     for iterations in range(1, 101):  # noqa: B007 (reported)
         noise = float(head.noise)
         weights = torch.linalg.solve(gram + noise * penalty, right)
-        squares = float(problem.weighted((y - problem.forward(weights)).square()).sum())
+        squares = _typical(problem.weighted((y - problem.forward(weights)).square()).sum(0))
         count, features = problem.count * y.shape[1], head.weight.shape[1]
         head.set_scalars(noise=noise_variance(head, gram[:features, :features], squares, count))
         if abs(float(head.noise) / noise - 1) < 1e-9:
             break
     weights = torch.linalg.solve(gram + float(head.noise) * penalty, right)
     return weights, iterations
+
+
+def _typical(squares: Tensor) -> float:
+    """The sum (K,) over the outputs in units in which all have one noise: the prior has the units of each (`gp.noise`)."""
+    least = 1e-24 * float(squares.max()) + 1e-300
+    return len(squares) * float(squares.clamp_min(least).log().mean().exp())
 
 
 def _newton(problem: _Problem, tolerance: float) -> tuple[Tensor, int]:

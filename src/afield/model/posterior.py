@@ -20,7 +20,9 @@ from afield.gp.likelihoods import LIKELIHOODS
 from afield.model.batches import Field, Inputs
 from afield.model.evaluating import evaluating
 from afield.model.fingerprint import Fingerprint, digest
-from afield.model.hidden import Hidden, adapt, check_order, check_target
+from afield.model.hidden import Hidden, Sample, adapt, check_order
+from afield.model.noise import Residuals, learn_input_noise
+from afield.model.positions import FITTED, IGNORED
 from afield.model.ranks import explain_lost_ranks, several_ranks, shard_loader, share_statistics
 from afield.model.sngp_model import SNGP
 from afield.model.targets import likelihood_from_targets, warn_of_kind
@@ -36,6 +38,8 @@ def fit_posterior(
     adapts: bool = True,
     fast: bool = False,
     sharded: bool | None = None,
+    num_positions: int | None = FITTED,
+    ignore_index: int = IGNORED,
     progress: bool | None = None,
 ) -> int:
     """Fit the posterior precision by one pass without gradients, in evaluation mode; returns the examples it saw.
@@ -50,9 +54,12 @@ def fit_posterior(
     fast      form batch products in the model's dtype: quicker, and two digits poorer
     sharded   under torch.distributed: whether each rank's loader already yields its own part, every example once.
               None shards a map-style data set here, whatever its sampler, and refuses what it cannot shard
+    num_positions  how many positions of each input are observed where the network answers at every pixel or token,
+              drawn by a hash of the input; None: all, which for images are many. The examples seen are then positions
+    ignore_index   the label of positions that are left out; so are those that an attention mask leaves out
     progress  show a progress bar; None shows it on a terminal
 
-    For a gaussian likelihood with targets in the batches, the noise variance is estimated from the residuals. On the
+    For a gaussian likelihood with targets in the batches, the noise is estimated from the residuals (`model.noise`). On the
     first batch the network must return the logits of its output layer, which are the head's.
     """
     head = model.head
@@ -71,37 +78,51 @@ def fit_posterior(
                 weights = check_order(weights, loader)[dist.get_rank() :: dist.get_world_size()]
         if adapts and (draft.mean is not None or draft.variance_features is not None):  # only the variance rests on it
             draft.features_of_variance.forget_data()
+        if draft.noise_features is not None:
+            draft.noise_features.forget_data()
         twice = bool(draft.unadapted())
         part = shard_loader(loader, sharded)
-        examples = Hidden(model, part, weights=weights, keep=twice, fitting=True, progress=progress, **fields)
+        sample = Sample(num_positions, ignore_index)
+        examples = Hidden(
+            model, part, weights=weights, keep=twice, fitting=True, progress=progress, sample=sample, **fields
+        )
         _check_ranks_agree(model)
-        _fit(draft, examples, fast)
+        seen = _fit(draft, examples, fast)
         model.fingerprint = Fingerprint(model.net)
     warn_of_kind(examples.odd_targets)
     if not (sharded and several_ranks()):  # a rank's own part says nothing about the whole
-        _warn_if_incomplete(loader, head.num_observed)
+        _warn_if_incomplete(loader, seen)
     return head.num_observed
 
 
-def _fit(head: GaussianProcessHead, examples: Hidden, fast: bool) -> None:
+def _fit(head: GaussianProcessHead, examples: Hidden, fast: bool) -> int:
+    """Returns the number of inputs on all ranks."""
     for features in head.unadapted():
         adapt(features, examples)
-    residuals = torch.zeros(2, dtype=torch.float64)
-    for h, target, weight in examples:
+    inputs = _observe(head, examples, fast)
+    if head.noise_features is not None:
+        learn_input_noise(head, examples)
+        head.precision.reset()
+        inputs = _observe(head, examples, fast)
+    return inputs
+
+
+def _observe(head: GaussianProcessHead, examples: Hidden, fast: bool) -> int:
+    """Add all examples, of all ranks, and take the noise from their residuals; returns the number of inputs."""
+    residuals, noisy = Residuals(head), LIKELIHOODS[head.likelihood].noisy
+    for h, target, weight, _ in examples:
         head.observe(h, classes=_classes(head, target), weights=weight, fast=fast)
-        if LIKELIHOODS[head.likelihood].noisy and target is not None:
-            squares = (check_target(target, head) - head(h).double()).square()
-            count = float(squares.numel())
-            if weight is not None:
-                squares, count = squares * weight[:, None], float(weight.sum()) * squares.shape[1]
-            residuals += torch.tensor([float(squares.sum()), count], dtype=torch.float64)
-    residuals = _reduce(head, residuals)
+        if noisy and target is not None:
+            residuals.add(h, target, weight)
+    if examples.have_positions and head.noise_shape is not None and head.noise_shape.kind == "full":
+        raise ValueError('noise="full" is of one answer an input, and this network answers at positions: use "output".')
+    residuals.inputs += examples.num_inputs
+    _reduce(head)
+    residuals.reduce()
     if not head.num_observed:
         raise ValueError("fit_posterior got an empty loader: there is nothing to fit the posterior to.")
-    if residuals[1]:
-        gram = head.precision.data[0]
-        head.set_scalars(noise=noise_variance(head, gram, float(residuals[0]), float(residuals[1])))
-        head.training_error = torch.full_like(head.training_error, float(residuals[0] / residuals[1]))
+    residuals.set_noise()
+    return int(residuals.inputs)
 
 
 def update(
@@ -111,13 +132,17 @@ def update(
     target: Field | None = None,
     inputs: Inputs = None,
     weights: Tensor | None = None,
+    num_positions: int | None = FITTED,
+    ignore_index: int = IGNORED,
     progress: bool | None = None,
 ) -> int:
     """Add new examples to a fitted posterior, after deployment, without the old data; returns the total.
 
     The output weights stay: only the variance learns. p-values are off until `afield.calibrate` runs again.
+    `num_positions` and `ignore_index` are those of `afield.fit_posterior`.
     """
-    examples = Hidden(model, loader, target=target, inputs=inputs, weights=weights, keep=False, progress=progress)
+    sample, fields = Sample(num_positions, ignore_index), {"target": target, "inputs": inputs}
+    examples = Hidden(model, loader, weights=weights, keep=False, progress=progress, sample=sample, **fields)
     return _revise(model, examples, GaussianProcessHead.observe)
 
 
@@ -128,14 +153,17 @@ def downdate(
     target: Field | None = None,
     inputs: Inputs = None,
     weights: Tensor | None = None,
+    num_positions: int | None = FITTED,
+    ignore_index: int = IGNORED,
     progress: bool | None = None,
 ) -> int:
     """Remove examples from a fitted posterior, exactly, as if they had never been observed; returns the total.
 
-    The model must be the one that observed them, with the same `weights` of the examples: features and curvature are
-    computed again.
+    The model must be the one that observed them, with the same `weights` of the examples, `num_positions` and
+    `ignore_index`: features and curvature are computed again.
     """
-    examples = Hidden(model, loader, target=target, inputs=inputs, weights=weights, keep=False, progress=progress)
+    sample, fields = Sample(num_positions, ignore_index), {"target": target, "inputs": inputs}
+    examples = Hidden(model, loader, weights=weights, keep=False, progress=progress, sample=sample, **fields)
     return _revise(model, examples, GaussianProcessHead.unobserve)
 
 
@@ -192,24 +220,9 @@ def _revise(model: SNGP, examples: Hidden, change: Callable[..., None]) -> int:
         raise NotFitted("The posterior is not fitted: call afield.fit_posterior(model, train_loader) first.")
     model.check_fresh("update or downdate the posterior")
     with evaluating(model), model.head.revision() as draft:
-        for h, target, weight in examples:
+        for h, target, weight, _ in examples:
             change(draft, h, classes=_classes(draft, target), weights=weight)
     return model.head.num_observed
-
-
-def noise_variance(head: GaussianProcessHead, gram: Tensor, squares: float, count: float) -> float:
-    """The noise variance s^2 = RSS / (n - effective parameters), at its fixed point (MacKay's evidence update).
-
-    Weights trained on these examples fit part of the noise: trace((G + r s^2 I)^-1 G) directions' worth of it.
-    """
-    values = torch.linalg.eigvalsh(gram).clamp_min(0)
-    rows, noise = count / head.out_features, max(squares / count, 1e-12)
-    for _ in range(100):
-        used = 0.0 if head.mean is not None else float((values / (values + float(head.ridge) * noise)).sum())
-        before, noise = noise, max(squares / head.out_features / max(rows - used, 1.0), 1e-12)
-        if abs(noise / before - 1) < 1e-12:
-            break
-    return noise
 
 
 def _classes(head: GaussianProcessHead, target: Tensor | None) -> Tensor | None:
@@ -221,15 +234,12 @@ def _classes(head: GaussianProcessHead, target: Tensor | None) -> Tensor | None:
     return whole if bool(((whole == target) & (whole >= 0) & (whole < classes)).all()) else None
 
 
-def _reduce(head: GaussianProcessHead, residuals: Tensor) -> Tensor:
+def _reduce(head: GaussianProcessHead) -> None:
     """Sum over the ranks, once; a rank without examples adds zeros."""
-    residuals = residuals.to(head.precision.count.device)
     if several_ranks():
         head.precision.all_reduce()
         if head.class_distance is not None:
             head.class_distance.all_reduce()
-        dist.all_reduce(residuals)
-    return residuals
 
 
 def _warn_if_incomplete(loader: Iterable[Any], seen: int) -> None:

@@ -26,7 +26,10 @@ from torch import Tensor, nn
 
 from afield.bounds.spectral import bounds_of
 from afield.errors import DamagedModel, StaleWarning
+from afield.gp.chosen_score import ChosenScore
 from afield.gp.features import RandomFeatures
+from afield.gp.head_state import ADDED_LATER
+from afield.gp.noise import NoiseShape
 from afield.model import convert
 from afield.model.class_changes import change_outputs
 from afield.model.files import hash_json, read_tensors, sweep, sweep_temporary, tensor_shapes, write_file
@@ -94,8 +97,10 @@ def load_with_index(path: str | os.PathLike[str], net: nn.Module) -> tuple[SNGP,
     except ValueError as error:
         raise DamagedModel(f"{folder / index['tensors']['file']} is damaged: {error}. Save the model again.") from error
     model = _rebuild(index, net)
-    _take_chosen_score(model, tensors)
+    for part in (model.head.chosen_score, model.head.noise_shape):
+        _take_buffers(model, part, tensors)
     expected, problems = model.state_dict(), []
+    tensors = {name: t for name, t in expected.items() if name.endswith(ADDED_LATER)} | tensors
     for name in sorted(expected.keys() | tensors.keys()):
         if name not in tensors:
             problems.append(f"{name}: in the network, not in the file")
@@ -114,11 +119,11 @@ def load_with_index(path: str | os.PathLike[str], net: nn.Module) -> tuple[SNGP,
     return model.eval(), index
 
 
-def _take_chosen_score(model: SNGP, tensors: dict[str, Tensor]) -> None:
-    """Which constants a chosen score has, only the file knows."""
-    score = model.head.chosen_score
-    prefix = next(name for name, module in model.named_modules() if module is score) + "."
-    score.take({name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)})
+def _take_buffers(model: SNGP, part: ChosenScore | NoiseShape | None, tensors: dict[str, Tensor]) -> None:
+    """Which constants a chosen score or the shape of the noise has, only the file knows."""
+    if part is not None:
+        prefix = next(name for name, module in model.named_modules() if module is part) + "."
+        part.take({name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)})
 
 
 def read_index(path: str | os.PathLike[str]) -> dict[str, Any]:

@@ -16,12 +16,15 @@ from afield.bounds.spectral import bounds_of, operator_norm
 from afield.bounds.weight_cache import followed, kept_weights
 from afield.errors import Stale, StaleWarning
 from afield.gp.capture import hidden_vectors
+from afield.gp.draws import sample_functions
 from afield.gp.head import GaussianProcessHead
 from afield.model.batches import as_tensors, device_of, dtype_of, is_loader, split_batch
 from afield.model.evaluating import evaluating
 from afield.model.fingerprint import Fingerprint
 from afield.model.input_errors import clearer_error
 from afield.model.layers import layers_of, type_name
+from afield.model.positions import ChannelsFirst, mask_of, predict_positions
+from afield.prediction.positions import unflatten
 from afield.prediction.prediction import Prediction
 
 CHANGED = "The network has changed since its posterior was fitted (trained, loaded, or moved to another precision)."
@@ -50,6 +53,8 @@ class SNGP(nn.Module):
         super().__init__()
         self.net = net
         self.output, self.kind, self.settings = output, kind, settings
+        within = isinstance(net.get_submodule(output), ChannelsFirst)
+        self.head_name = f"{output}.head".lstrip(".") if within else output
         self._reasons = reasons
         self.fingerprint: Fingerprint | None = None  # of the network that the posterior was fitted with
         if not isinstance(self.head, GaussianProcessHead):
@@ -58,10 +63,10 @@ class SNGP(nn.Module):
     @property
     def head(self) -> GaussianProcessHead:
         found: Any = self.net
-        for name in self.output.split(".") if self.output else ():
+        for name in self.head_name.split(".") if self.head_name else ():
             found = found._modules.get(name)
             if found is None:  # torch has the message
-                return self.net.get_submodule(self.output)  # type: ignore[return-value]
+                return self.net.get_submodule(self.head_name)  # type: ignore[return-value]
         return found
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -69,23 +74,26 @@ class SNGP(nn.Module):
         return self.net(*args, **kwargs)
 
     def hidden(self, *args: Any, **kwargs: Any) -> Tensor:
-        """The hidden vectors h (N, d) that reach the head."""
+        """The hidden vectors h (N, d) that reach the head, or (N, *P, d) where it runs at positions P of each input."""
         if not all(isinstance(value, Tensor) for value in (*args, *kwargs.values())):  # arrays, perhaps
             place = device_of(self), dtype_of(self)
             args = tuple(value if isinstance(value, Tensor) else as_tensors(value, *place) for value in args)
             kwargs = {k: v if isinstance(v, Tensor) else as_tensors(v, *place) for k, v in kwargs.items()}
         try:
-            h, returned = hidden_vectors(self.net, self.output, args, kwargs)
+            h, returned = hidden_vectors(self.net, self.head_name, args, kwargs)
         except (RuntimeError, TypeError, IndexError) as error:
             if (clearer := clearer_error(self.net, args, kwargs)) is None:
                 raise
             raise clearer from error
-        logits, expected = getattr(returned, "logits", returned), h.shape[0] * self.head.out_features
+        logits = returned if isinstance(returned, Tensor) else getattr(returned, "logits", returned)
+        expected = h[..., 0].numel() * self.head.out_features
         if isinstance(logits, Tensor) and logits.numel() != expected:
             raise RuntimeError(
-                f"The output layer {self.output!r} makes {self.head.out_features} numbers an input, but the network "
-                f"returned a tensor of shape {tuple(logits.shape)} for {h.shape[0]} inputs: it is not the last "
-                "layer. Name the layer that makes the logits with output=..."
+                f"The output layer {self.output!r} makes {self.head.out_features} numbers for each of "
+                f"{tuple(h.shape[:-1])} inputs or positions, but the network returned a tensor of shape "
+                f"{tuple(logits.shape)}: it is not the last layer. Name the layer that makes the logits with "
+                "output=...; if they are interpolated afterwards, interpolate before the output layer, which gives the "
+                "same logits."
             )
         return h
 
@@ -95,25 +103,57 @@ class SNGP(nn.Module):
         predictive: str | None = None,
         num_samples: int = 100,
         generator: torch.Generator | None = None,
+        gradients: bool = False,
         **kwargs: Any,
     ) -> Prediction:
         """One pass in evaluation mode, without gradients, leaving the model as it was.
 
         Takes what the network takes; a mapping of it; arrays in place of tensors; or a loader, whose batches are
         joined in one prediction: `target` and `inputs` choose their fields as in `afield.fit_posterior`.
+
+        gradients  follow the pass, so that score, variance and probabilities can be differentiated with respect to the
+                   inputs that require it: x.requires_grad_(); p.score().sum().backward(); x.grad
         """
+        if gradients and not any(isinstance(v, Tensor) and v.requires_grad for v in (*args, *kwargs.values())):
+            raise ValueError(
+                "gradients=True expects inputs of real numbers that require them, got none: x.requires_grad_() before "
+                "predict. Whole numbers, such as token ids, have no gradient: give their embeddings."
+            )
         if len(args) == 1 and not isinstance(args[0], Tensor) and is_loader(args[0]):
             options = {"predictive": predictive, "num_samples": num_samples, "generator": generator}
             return self._predict_all(args[0], options, **kwargs)
         if len(args) == 1 and isinstance(args[0], Mapping):
             args, kwargs, _ = split_batch({**args[0], **kwargs}, device_of(self), net=self.net)
-        with evaluating(self), kept_weights(self.net):
+        options: dict[str, Any] = {"predictive": predictive, "num_samples": num_samples, "generator": generator}
+        graph = torch.enable_grad() if gradients else contextlib.nullcontext()
+        with evaluating(self), graph, kept_weights(self.net):
             h = _without_infinity(self.hidden(*args, **kwargs), args or tuple(kwargs.values()))
-            prediction = self.head.predict(h, predictive=predictive, num_samples=num_samples, generator=generator)
+            if h.dim() == 2:
+                prediction = self.head.predict(h, **options)
+            else:
+                prediction = predict_positions(self.head, h, mask_of(kwargs, h.shape[:-1]), **options)
         if self.fingerprint is None or torch.compiler.is_compiling() or self.fingerprint.still_holds(self.net):
             return prediction
         warnings.warn(f"{CHANGED} The variance is of other weights, and p-values are off. {REFIT}", StaleWarning, 2)
-        return dataclasses.replace(prediction, p_value=None, smallest_p_value=None, num_reference=None)
+        off = dict.fromkeys(("p_value", "smallest_p_value", "num_reference", "input_p_value", "num_inputs"))
+        return dataclasses.replace(prediction, **off)
+
+    def sample(
+        self, *args: Any, num_samples: int = 1, generator: torch.Generator | None = None, **kwargs: Any
+    ) -> Tensor:
+        """Functions drawn from the posterior, at these inputs: (S, N, K), or (S, N, K, *P) at positions P.
+
+        One draw is one function, whatever the input: a generator in the same state gives the same functions for other
+        inputs, so that draws of a batch belong together. Logits of classes, numbers without their noise, log rates. For
+        active learning and Bayesian optimisation, which look at several inputs at once.
+        """
+        self.check_fresh("sample from the posterior")
+        if len(args) == 1 and isinstance(args[0], Mapping):
+            args, kwargs, _ = split_batch({**args[0], **kwargs}, device_of(self), net=self.net)
+        with evaluating(self), kept_weights(self.net):
+            h = self.hidden(*args, **kwargs)
+            values = sample_functions(self.head, h.flatten(0, -2), num_samples, generator)
+        return values if h.dim() == 2 else unflatten(values, tuple(h.shape[:-1]), 1)
 
     def is_fresh(self) -> bool:
         """Whether the network is, by its content, the one that its posterior was fitted with."""
@@ -193,4 +233,5 @@ def _without_infinity(h: Tensor, inputs: Sequence[Any]) -> Tensor:
     # Their sum is finite only if all are, and one number. Elsewhere, a look at it would wait for the device.
     if x.is_cpu and not torch.compiler.is_compiling() and not followed() and math.isfinite(x.sum().item()):
         return h
-    return h.masked_fill(~torch.isfinite(x).flatten(1).all(1, keepdim=True), math.nan)
+    infinite = ~torch.isfinite(x).flatten(1).all(1)
+    return h.masked_fill(infinite.reshape(-1, *[1] * (h.dim() - 1)), math.nan)

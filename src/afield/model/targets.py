@@ -89,6 +89,8 @@ def other_kind(head: GaussianProcessHead, target: Tensor) -> str | None:
     whole = not target.is_floating_point() or bool((target == target.round()).all())
     if likelihood.of_classes:
         classes = likelihood.num_classes(head.out_features)
+        if not classes:  # labels, whose form is checked
+            return None
         if not whole and not _shares(target, classes):
             return (
                 f"The targets are real numbers, and the model has {classes} classes ({name}). Targets of classes are "

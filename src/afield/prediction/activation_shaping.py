@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from afield.errors import Unsuitable
 from afield.prediction.fitted_score import Constants, FittedScore, dense_logits
 from afield.prediction.neighbors import RESERVOIR, Sample
 from afield.prediction.prediction import Prediction
@@ -95,7 +96,7 @@ _PERCENTILES = {"react": 90.0, "ash": 90.0, "scale": 85.0}
 
 def _check_sign(lowest: float) -> None:
     if lowest < 0:
-        raise ValueError(
+        raise Unsuitable(
             f"This score needs activations that are not negative, as after a ReLU, got {lowest:g}. Use another score."
         )
 

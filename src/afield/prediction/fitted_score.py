@@ -17,8 +17,8 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from afield.errors import NotFitted
-from afield.prediction.checks import check_features, check_labels
+from afield.errors import NotFitted, Unsuitable
+from afield.prediction.checks import check_features, check_labels, features_problem
 from afield.prediction.prediction import Prediction
 from afield.prediction.scores import symmetric
 
@@ -98,7 +98,7 @@ class FittedScore(ABC):
         """Whether `score` has all that it needs. Calling it is an error where it has not."""
         try:
             self._check(prediction)
-        except (ValueError, NotFitted):
+        except (Unsuitable, NotFitted):
             return False
         return True
 
@@ -127,7 +127,7 @@ class FittedScore(ABC):
     def output(self) -> Constants:
         """`weight` (K, d) and `bias` (K,) of the dense output layer, in float64."""
         if self.layer is None:
-            raise ValueError(
+            raise Unsuitable(
                 "This score needs the dense layer over the features, got none. Make it with output=, an nn.Linear; a "
                 "network without such a layer needs another score."
             )
@@ -136,8 +136,10 @@ class FittedScore(ABC):
     def _check(self, prediction: Prediction) -> tuple[Tensor, Tensor]:
         """Features, and logits if they are needed."""
         if prediction.features is None:
-            raise ValueError("This score needs features, which the prediction lacks. Use another score or method.")
-        h = check_features(prediction.features, self.num_features)
+            raise Unsuitable("This score needs features, which the prediction lacks. Use another score or method.")
+        if problem := features_problem(prediction.features, self.num_features):
+            raise Unsuitable(problem)
+        h = prediction.features.detach()
         z = self._checked(prediction.logits, len(h)) if "logits" in self.needs else h[:, :0]
         _ = self.constants
         return h, z
@@ -146,9 +148,9 @@ class FittedScore(ABC):
         """Logits (N, K), in the form of at least two, if they are those of as many examples and classes."""
         z = symmetric(logits.detach()) if logits.dim() == 2 else logits
         if z.shape != (num_examples, self.num_classes):
-            raise ValueError(f"Expected logits of shape {(num_examples, self.num_classes)}, got {tuple(logits.shape)}.")
+            raise Unsuitable(f"Expected logits of shape {(num_examples, self.num_classes)}, got {tuple(logits.shape)}.")
         if not bool(torch.isfinite(z).all()):
-            raise ValueError("Logits must be finite, got NaN or infinity.")
+            raise Unsuitable("Logits must be finite, got NaN or infinity.")
         return z
 
     @staticmethod

@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from afield.errors import Unsuitable
 from afield.prediction.fitted_score import Constants, FittedScore
 
 
@@ -88,7 +89,7 @@ class Mahalanobis(FittedScore):
         means, count = self.mean[seen] - center, self.count[seen]
         within = self.scatter / n
         if not float(within.trace()):
-            raise ValueError(
+            raise Unsuitable(
                 f"All training features equal the mean of their class ({int(n)} examples, {means.shape[0]} classes), "
                 "so there is no covariance. Fit on more examples."
             )

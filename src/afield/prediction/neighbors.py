@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from afield.errors import NotFitted
+from afield.errors import NotFitted, Unsuitable
 from afield.prediction.fitted_score import Constants, FittedScore
 
 RESERVOIR = 10_000
@@ -151,7 +151,7 @@ class NeighborGuidance(FittedScore):
 
     def _fit(self) -> dict[str, Tensor]:
         if self.lowest <= 0:
-            raise ValueError(
+            raise Unsuitable(
                 f"This score needs training logits of positive energy, log sum exp, got {self.lowest:g}. "
                 "Use another score."
             )

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from afield.errors import Unsuitable
 from afield.prediction.fitted_score import Constants, FittedScore, dense_logits
 from afield.prediction.neighbors import RESERVOIR, Sample
 
@@ -79,12 +80,12 @@ class VirtualLogit(FittedScore):
         typical = ((self.sample.rows.double() - self.origin) @ rest).norm(dim=-1).mean()
         largest = self.largest / self.num_seen
         if not typical > 1e-6 * (self.moment.trace() / self.num_seen).sqrt():
-            raise ValueError(
+            raise Unsuitable(
                 f"All training features lie in a subspace of rank {self.rank}, so none has a residual. "
                 "Choose a smaller rank."
             )
         if not largest > 0:
-            raise ValueError(f"This score needs logits whose largest is positive on average, got {float(largest):g}.")
+            raise Unsuitable(f"This score needs logits whose largest is positive on average, got {float(largest):g}.")
         return {"rest": largest / typical * rest, "origin": self.origin}
 
     def distance(self, constants: Constants, h: Tensor, z: Tensor) -> Tensor:
@@ -145,7 +146,7 @@ class StoredPattern(FittedScore):
 
     def _fit(self) -> dict[str, Tensor]:
         if not bool(self.count.any()):
-            raise ValueError(
+            raise Unsuitable(
                 f"None of the {self.num_seen} training examples is predicted right, so there is no pattern."
             )
         return {"pattern": self.total / self.count.clamp_min(1)[:, None]}

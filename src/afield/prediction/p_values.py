@@ -31,11 +31,14 @@ if TYPE_CHECKING:
 FEWEST_OF_A_CLASS = 99  # reference rows, for a p-value of 0.01
 
 
-def conformal_p_value(scores: Tensor, reference: Tensor) -> tuple[Tensor, float]:
-    """(1 + #{reference >= score}) / (n + 1) for sorted reference scores (n,), and its smallest value, 1 / (n + 1)."""
+def conformal_p_value(scores: Tensor, reference: Tensor, draws: int = 1) -> tuple[Tensor, float]:
+    """(1 + #{reference >= score}) / (n + 1) for sorted reference scores (n,), and its smallest value, 1 / (n + 1).
+
+    draws  how many positions of each input are in the reference (`prediction.positions`); 1: rows are inputs
+    """
     n = reference.numel()
     below = torch.searchsorted(reference, scores.detach().to(reference).contiguous())
-    return (1 + n - below).to(scores.dtype) / (n + 1), 1 / (n + 1)
+    return (draws + n - below).to(scores.dtype) / (n + draws), draws / (n + draws)
 
 
 def class_p_value(scores: Tensor, classes: Tensor, reference: Tensor, spans: Tensor) -> tuple[Tensor, Tensor]:
@@ -104,9 +107,12 @@ def predicted_class(prediction: "Prediction") -> Tensor:
     return (logits[:, 0] > 0).long() if logits.shape[1] == 1 else logits.argmax(-1)
 
 
-def with_p_values(prediction: "Prediction", reference: Tensor, spans: Tensor) -> "Prediction":
+def with_p_values(prediction: "Prediction", reference: Tensor, spans: Tensor, draws: int = 1) -> "Prediction":
     """The prediction with the p-values of its score; `spans` is empty where all classes have one reference."""
-    n: int | Tensor
+    n: int | Tensor | None
+    if draws > 1:
+        p_value, smallest = conformal_p_value(prediction.score(), reference, draws)
+        return dataclasses.replace(prediction, p_value=p_value, smallest_p_value=smallest)
     if len(spans):
         p_value, n = class_p_value(prediction.score(), predicted_class(prediction), reference, spans)
     else:

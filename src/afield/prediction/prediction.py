@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from afield.prediction import positions
 from afield.prediction.p_values import largest_rank
 from afield.prediction.predictive import shrink
 
@@ -21,20 +22,33 @@ if TYPE_CHECKING:
 class Prediction:
     """What a model says about N inputs; tensors have the batch first.
 
+    Where it says something at each position of an input, a pixel or a token, the dimensions of positions come last, as
+    in logits (N, K, H, W) and p_value (N, H, W): `prediction.positions`.
+
     logits    (N, K)     posterior mean (of the log rate for poisson, of the target for gaussian)
     variance  (N,)       posterior variance shared by all outputs, (N, K) one per class, or None
-    probs     (N, C)     class probabilities, or None for gaussian and poisson; one bernoulli logit gives C = 2
+    probs     (N, C)     class probabilities, or None for gaussian and poisson; one bernoulli logit gives C = 2, several
+                         are labels, and these the probabilities (N, K) that they apply (`prediction.labels`)
     members   (M, N, C)  probabilities of ensemble members or of samples, or None
     features  (N, d)     hidden vectors, or None
     p_value   (N,)       conformal p-value of "this is in-domain", or None until calibrated
+    label_p_value (N, K) of each label, that it is as doubtful in-domain, or None
     joined    (N,)       the joined score, of a calibrated classifier, or None
     fitted    (N,)       the fitted score that `afield.calibrate` was told to rest p-values on, or None
-    noise                variance of the observation noise (gaussian), or None
+    noise                variance of the observation noise (gaussian): a number for all, (N, K) by output, (N, K, K) where
+                         that of the outputs is correlated; or None
     smallest_p_value     the smallest p-value that every row can have, 1 / (reference rows + 1), of the smallest
                          reference where there is one by class; None until calibrated
     num_reference        reference rows behind the p-values, (N,) where they go by class; None until calibrated, and for
                          ensembles, whose p-values have several references
     default_score        name of the score on which p-values rest; None until calibrated
+
+    Of inputs with positions:
+
+    mask           (N, *P)  the positions that belong to the input, the others being padding; None: all
+    input_score    (N,)     how far an input as a whole lies from the training data; None until calibrated
+    input_p_value  (N,)     its conformal p-value among held-out inputs; None until calibrated
+    num_inputs              the number of these
     """
 
     logits: Tensor
@@ -43,13 +57,18 @@ class Prediction:
     members: Tensor | None = None
     features: Tensor | None = None
     p_value: Tensor | None = None
+    label_p_value: Tensor | None = None
     joined: Tensor | None = None
     fitted: Tensor | None = None
-    noise: float | None = None
+    noise: float | Tensor | None = None
     smallest_p_value: float | None = None
     num_reference: int | Tensor | None = None
     likelihood: str = "categorical"
     default_score: str | None = None
+    mask: Tensor | None = None
+    input_score: Tensor | None = None
+    input_p_value: Tensor | None = None
+    num_inputs: int | None = None
 
     def __len__(self) -> int:
         return self.logits.shape[0]
@@ -87,7 +106,8 @@ class Prediction:
             raise ValueError(f"Cannot join predictions with different fields: {[sorted(p) for p in parts]}.")
         kinds = {
             (
-                *(p.likelihood, p.noise, p.smallest_p_value, p.default_score),
+                *(p.likelihood, None if isinstance(p.noise, Tensor) else p.noise, p.smallest_p_value, p.default_score),
+                p.num_inputs,
                 p.num_reference if isinstance(p.num_reference, int) else None,
             )
             for p in predictions
@@ -97,22 +117,44 @@ class Prediction:
                 f"Cannot join predictions of different likelihood, noise, smallest p-value, score or reference: "
                 f"{sorted(map(str, kinds))}."
             )
+        if len({p.positions for p in predictions}) > 1:
+            raise ValueError(
+                f"Cannot join predictions with different positions, got {sorted({p.positions for p in predictions})}: "
+                "keep them apart, or join their positions, as Prediction.cat([p.rows() for p in predictions])."
+            )
         joined = {n: torch.cat([p[n] for p in parts], dim=1 if n == "members" else 0) for n in parts[0]}
         return dataclasses.replace(predictions[0], **joined)  # type: ignore[arg-type]
 
     @property
+    def positions(self) -> tuple[int, ...]:
+        """The dimensions of positions, such as (H, W); () where there is one answer an input."""
+        return tuple(self.logits.shape[2:])
+
+    def rows(self) -> "Prediction":
+        """The same with every position as an input of its own: what metrics read. Row (n, h, w) is n H W + h W + w."""
+        return positions.to_rows(self)
+
+    @property
     def labels(self) -> Tensor:
-        """The most probable class (N,); read off the logits where shrinkage cannot change it, but may round to ties."""
+        """The most probable class (N,), or which of several labels apply (N, K); read off the logits where shrinkage cannot change it, but may round to ties."""
         probs = self._need("probs", "class labels")
-        shared = self.variance is None or self.variance.dim() == 1
+        if self.has_labels:
+            return (probs > 0.5).long()
+        shared = self.variance is None or self.variance.dim() == self.logits.dim() - 1
         if self.members is None and shared and self.logits.shape == probs.shape:
-            return self.logits.argmax(-1)
-        return probs.argmax(-1)
+            return self.logits.argmax(1)
+        return probs.argmax(1)
 
     @property
     def confidence(self) -> Tensor:
-        """The largest class probability (N,)."""
-        return self._need("probs", "a confidence").amax(-1)
+        """The largest class probability (N,); of several labels, of each that it applies or not (N, K)."""
+        probs = self._need("probs", "a confidence")
+        return torch.maximum(probs, 1 - probs) if self.has_labels else probs.amax(1)
+
+    @property
+    def has_labels(self) -> bool:
+        """Whether the outputs are several labels, each of which applies or not."""
+        return likelihood_of(self).has_labels(self.logits.shape[1])
 
     @property
     def mean(self) -> Tensor:
@@ -128,7 +170,18 @@ class Prediction:
         variance = likelihood_of(self).variance
         if variance is None:
             raise ValueError(f"A {self.likelihood} prediction has class probabilities (probs), not a std.")
-        return variance(self.logits, self._need("variance", "a standard deviation"), self.noise or 0.0).sqrt()
+        noise = 0.0 if self.noise is None else self.noise
+        if isinstance(noise, Tensor) and noise.dim() > self.logits.dim():
+            noise = noise.diagonal(dim1=-2, dim2=-1)
+        return variance(self.logits, self._need("variance", "a standard deviation"), noise).sqrt()
+
+    @property
+    def covariance(self) -> Tensor:
+        """Covariance of the target (N, K, K), epistemic and noise together: a gaussian's, whose outputs share a shape."""
+        if not isinstance(self.noise, Tensor) or self.noise.dim() != 3 or self.positions:
+            return torch.diag_embed(self.std.square())
+        ratio = self._need("variance", "a covariance") / self.noise.diagonal(dim1=-2, dim2=-1)
+        return self.noise * (1 + ratio[:, :1, None])
 
     def interval(self, level: float = 0.95) -> tuple[Tensor, Tensor]:
         """The central interval of a gaussian prediction that holds the target with probability `level`."""
@@ -160,13 +213,25 @@ class Prediction:
             )
         return p_value > alpha
 
+    def accept_inputs(self, alpha: float = 0.01, *, delta: float | None = None) -> Tensor:
+        """As `accept`, of inputs that have positions as a whole (N,): images, texts. They are refused at a rate of at
+        most alpha, because inputs are exchangeable where the positions of one are not."""
+        if not self.positions:
+            return self.accept(alpha, delta=delta)
+        p_value = self._need("input_p_value", "accept_inputs", "Call afield.calibrate(model, held_out_loader) first.")
+        assert self.num_inputs is not None
+        whole = Prediction(p_value[:, None], p_value=p_value, num_reference=self.num_inputs,
+                           smallest_p_value=1 / (self.num_inputs + 1))  # fmt: skip
+        return whole.accept(alpha, delta=delta)
+
     def _accept_with_confidence(self, p_value: Tensor, alpha: float, delta: float) -> Tensor:
         """Refuse ranks p (n + 1) of at most `largest_rank`, which is less than alpha (n + 1)."""
         n = self.num_reference
         if n is None:
             raise ValueError(
                 "delta needs p-values of one reference, and these have several, or one that is not known (an "
-                "ensemble's are twice the mean of its members'). Leave delta out: at most alpha on average."
+                "ensemble's are twice the mean of its members'), or one of positions, which are not exchangeable. Leave "
+                "delta out: at most alpha on average; of inputs with positions, use accept_inputs."
             )
         sizes = {n} if isinstance(n, int) else set(n.unique().tolist())
         if self.smallest_p_value is not None:

@@ -23,7 +23,7 @@ MEAN_FIELD_FACTOR = math.pi / 8
 
 
 def per_output(variance: Tensor, logits: Tensor) -> Tensor:
-    return variance[:, None].expand_as(logits) if variance.dim() == 1 else variance
+    return variance[:, None].expand_as(logits) if variance.dim() < logits.dim() else variance
 
 
 def shrink(logits: Tensor, variance: Tensor) -> Tensor:
@@ -98,6 +98,17 @@ def minimax(probs: Tensor, in_domain: Tensor) -> Tensor:
 
 Predictive = Callable[[Tensor, Tensor, int, torch.Generator | None], tuple[Tensor, Tensor | None]]
 """(logits, variance, num_samples, generator) -> (probs, members)."""
+
+
+def of_labels(predictive: Predictive) -> Predictive:
+    """The same for K labels, each of which applies or not: probabilities (N, K) that they do, of one logit each."""
+
+    def of_each(m: Tensor, v: Tensor, samples: int, generator: torch.Generator | None) -> tuple[Tensor, Tensor | None]:
+        flat, members = predictive(m.reshape(-1, 1), per_output(v, m).reshape(-1), samples, generator)
+        of_members = None if members is None else members[..., 1].unflatten(1, m.shape)
+        return flat[:, 1].reshape(m.shape), of_members
+
+    return of_each
 
 
 def _by_monte_carlo(m: Tensor, v: Tensor, samples: int, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:

@@ -24,6 +24,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from afield.prediction.labels import mean_over_labels
+from afield.prediction.positions import at_positions
 from afield.prediction.prediction import Prediction
 from afield.registry import Registry
 
@@ -33,14 +35,21 @@ class Score:
     """A function of predictions, and what it needs of them. Call it like the function.
 
     needs     names of fields of `Prediction` that must not be None
+    by_label  of several labels: the mean over them, each taken as two classes
     suitable  whether the values of a prediction have a meaning for this score
     """
 
     function: Callable[[Prediction], Tensor]
     needs: tuple[str, ...] = ()
     suitable: Callable[[Prediction], bool] = lambda prediction: True
+    by_label: bool = True
 
     def __call__(self, prediction: Prediction) -> Tensor:
+        return at_positions(prediction, self._of_rows)
+
+    def _of_rows(self, prediction: Prediction) -> Tensor:
+        if prediction.has_labels and self.by_label:
+            return mean_over_labels(prediction, self.function)
         return self.function(prediction)
 
     def applies(self, prediction: Prediction) -> bool:
@@ -124,8 +133,8 @@ SCORES: Registry[Score] = Registry(
     gen=Score(gen, needs=("probs",)),
     energy=Score(energy),
     dempster_shafer=Score(dempster_shafer),
-    variance=Score(variance, needs=("variance",)),
-    joined=Score(joined, needs=("joined",)),
+    variance=Score(variance, needs=("variance",), by_label=False),
+    joined=Score(joined, needs=("joined",), by_label=False),
     mutual_information=Score(mutual_information, needs=("members",)),
     min_distance=Score(min_distance, suitable=_has_no_positive_logits),
 )

@@ -5,7 +5,7 @@ groups    runs -> rows                      tables, columns    what a table is, 
 claims    metrics -> sentences              typeset            tables in Markdown and LaTeX
 plots     what all pictures share           plane, line, curves, hidden    the pictures
 sections  all about one task                decisions          what policies do with the test data
-page      the page and the files beside it
+page      the page and the files beside it      recorded_runs    the runs behind a record, which can grow
 """
 
 from afield.report.page import record, report

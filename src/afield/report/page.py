@@ -6,7 +6,8 @@
     report/report.tex    the tables in LaTeX (booktabs, graphicx), to be \\input
     report/report.json   the tables as data
 
-It reads run folders and nothing else. `index.html` is written last. `record` writes the tables alone.
+It reads run folders and nothing else. `index.html` is written last. `record` writes the tables alone, and the runs
+behind them (`recorded_runs`).
 """
 
 import base64
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from afield.experiment import run_folder
+from afield.experiment.run_folder import Run
 from afield.model.progress import track
 from afield.report.curves import draw_histograms, draw_reliability, draw_risk, draw_roc
 from afield.report.groups import Group, GroupPredictions, group_runs, read_predictions
@@ -27,6 +29,7 @@ from afield.report.hidden import draw_hidden
 from afield.report.line import draw_interval_reliability, draw_line
 from afield.report.plane import draw_landscape, draw_surfaces
 from afield.report.plots import Picture
+from afield.report.recorded_runs import add_runs
 from afield.report.sections import Section, make_section, slugify
 from afield.report.tables import Cell
 from afield.report.typeset import escape_markdown, latex, markdown
@@ -54,7 +57,7 @@ DRAWINGS: tuple[Callable[[str, Sequence[GroupPredictions]], Picture | None], ...
 
 def report(root: Path, out: Path | None = None, *, title: str = TITLE) -> Path:
     """Write the report; returns the path of its HTML file."""
-    tasks, notes = _read_groups(root)
+    tasks, notes = group_runs(_found(root))
     page = root / "report" / "index.html" if out is None else out if out.suffix == ".html" else out / "index.html"
     page.parent.mkdir(parents=True, exist_ok=True)
     pictures: dict[str, list[Picture]] = {task: [] for task in tasks}
@@ -75,22 +78,26 @@ def report(root: Path, out: Path | None = None, *, title: str = TITLE) -> Path:
 
 
 def record(root: Path, out: Path, *, title: str = TITLE) -> Path:
-    """Write report.md and report.json without pictures, to be kept under version control; returns the first's path."""
-    tasks, notes = _read_groups(root)
+    """Write report.md and report.json without pictures, to be kept under version control; returns the first's path.
+
+    Runs that the record holds and `root` does not stay in it.
+    """
+    found = _found(root)
     out.mkdir(parents=True, exist_ok=True)
+    tasks, notes = group_runs(add_runs(out, found))
     sections = _sections(tasks, {task: [] for task in tasks}, root)
     head = _head(sections, title, [str(root), "--record", str(out)])
     return _write_tables(out, sections, head | {"notes": notes})
 
 
-def _read_groups(root: Path) -> tuple[dict[str, list[Group]], list[str]]:
-    """The groups of every task, and notes on runs that were left out."""
+def _found(root: Path) -> list[Run]:
+    """The finished runs below a folder."""
     found = run_folder.find(root)
     if not found:
         raise ValueError(
             f"There is no finished run below {root}. Make one with `afield train`, or name another folder."
         )
-    return group_runs(found)
+    return found
 
 
 def _sections(

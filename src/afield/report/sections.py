@@ -121,7 +121,9 @@ def make_section(task: str, slug: str, groups: Sequence[Group], pictures: Sequen
 
 def _evaluate_policies(group: Group) -> list[PolicyResults]:
     """The results of every run that has what policies need."""
-    results = [evaluate_policies(run_folder.read(run.folder)) for run in group.runs]
+    there = [run for run in group.runs if (run.folder / run_folder.PREDICTIONS).is_file()]
+    # Read anew, so that no predictions stay in memory.
+    results = [evaluate_policies(run_folder.read(run.folder)) for run in there]
     return [result for result in results if result is not None]
 
 

@@ -108,6 +108,8 @@ def _engine(
     alpha = None if sngp is None else chosen_alpha(sngp, alpha)
     calibrated = head is not None and head.calibrated
     likelihood = LIKELIHOODS["categorical" if head is None else head.likelihood]
+    if head is not None and likelihood.has_labels(head.out_features):
+        raise ValueError("The service answers with one class a row, and this model has several labels: use model.predict.")
     count = -1 if head is None else likelihood.num_classes(head.out_features) if likelihood.of_classes else 0
     columns = ["label", "probabilities"] if likelihood.of_classes else ["mean", "std"]
     columns += ["variance"] * (head is not None) + ["score"] + ["p_value", "accepted"] * calibrated

@@ -1,0 +1,125 @@
+"""Every position is a row: networks whose output layer runs at each pixel or token of an input.
+
+    hidden vectors (N, *P, d)  ->  rows (N P, d)  ->  head  ->  answers (N P, K)  ->  logits (N, K, *P)
+
+The head sees rows. A Linear has its features in the last dimension already; a 1x1 convolution has them in the second,
+and `ChannelsFirst` turns them. Predictions go through the head in blocks, so that features of all pixels are never in
+memory at once.
+
+An image has more positions than a fit needs, so `draw` takes a few of each. Which ones is decided by a hash of the input
+itself: neither its place in the loader, nor its batch, nor the number of processes changes them, and `downdate` removes
+the very positions that were added.
+"""
+
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from afield.gp.head import GaussianProcessHead
+from afield.prediction.p_values import conformal_p_value
+from afield.prediction.positions import from_rows, input_score, unflatten
+from afield.prediction.prediction import Prediction
+
+BLOCK = 4096  # rows that the head predicts at a time
+FITTED, CALIBRATED = 256, 64  # positions of an input that are used unless another number is given; docs/outputs.md
+IGNORED = -100
+_MASK = "attention_mask"
+
+
+class ChannelsFirst(nn.Module):
+    """A head in the place of a 1x1 convolution: x (N, d, *P) -> logits (N, K, *P)."""
+
+    def __init__(self, head: GaussianProcessHead) -> None:
+        super().__init__()
+        self.head = head
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(x.movedim(1, -1)).movedim(-1, 1)
+
+
+def predict_positions(
+    head: GaussianProcessHead, h: Tensor, mask: Tensor | None = None, **options: Any
+) -> Prediction:
+    """The prediction for hidden vectors (N, *P, d): logits (N, K, *P), and where calibrated, what is said of inputs.
+
+    mask     (N, *P): the positions that are no padding, or None
+    options  of `GaussianProcessHead.predict`
+    """
+    head, shape = head.snapshot(), tuple(h.shape[:-1])
+    parts = [head.predict(rows, **options) for rows in h.flatten(0, -2).split(BLOCK)]
+    rows = Prediction.cat(parts)
+    of_inputs: dict[str, Any] = {"mask": mask}
+    if head.calibrated and len(head.input_reference):
+        of_inputs |= judge_inputs(head, unflatten(rows.score(), shape), mask)
+    return from_rows(rows, shape[0], shape[1:], **of_inputs)
+
+
+def judge_inputs(head: GaussianProcessHead, scores: Tensor, mask: Tensor | None) -> dict[str, Any]:
+    """The fields of a `Prediction` that are of inputs, from scores (N, *P) of their positions."""
+    total = input_score(scores, mask)
+    p_value, _ = conformal_p_value(total, head.input_reference)
+    return {"input_score": total, "input_p_value": p_value, "num_inputs": len(head.input_reference)}
+
+
+def mask_of(kwargs: Mapping[str, Any], shape: Iterable[int]) -> Tensor | None:
+    """Which positions (N, *P) are no padding, where the inputs tell: Hugging Face's attention mask."""
+    mask = kwargs.get(_MASK)
+    return mask.bool() if isinstance(mask, Tensor) and mask.shape == tuple(shape) else None
+
+
+def draw(
+    valid: Tensor, keys: Sequence[int], count: int | None, *, exactly: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Positions of each input, where valid (N, *P), in an order that its key decides.
+
+    Returns their numbers (M,) among all rows (N P,), and the numbers (M,) of the inputs that they belong to.
+
+    count    how many of each; None: all
+    exactly  that many of every input that has any, by turns if it has fewer: groups of one size
+    """
+    flat = valid.flatten(1).cpu()
+    chosen = [_draw_one(row.nonzero().flatten(), key, count, exactly) for row, key in zip(flat, keys, strict=True)]
+    index = torch.cat([i * flat.shape[1] + rows for i, rows in enumerate(chosen)])
+    owner = torch.repeat_interleave(torch.arange(len(flat)), torch.tensor([len(rows) for rows in chosen]))
+    return index.to(valid.device), owner.to(valid.device)
+
+
+def _draw_one(rows: Tensor, key: int, count: int | None, exactly: bool) -> Tensor:
+    if count is None or not len(rows) or (len(rows) <= count and not exactly):
+        return rows
+    order = rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(key))]
+    return order[torch.arange(count) % len(order)] if exactly else order[:count]
+
+
+def keys_of(args: Iterable[Any], kwargs: Mapping[str, Any], inputs: int, before: int) -> list[int]:
+    """A number for each input of a batch, made of its content; of its place, `before` it others, where it has none."""
+    tensors = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor) and t.shape[:1] == (inputs,)]
+    if not tensors:
+        return list(range(before, before + inputs))
+    plain = [t.detach().cpu().contiguous().reshape(inputs, -1).view(torch.uint8).numpy() for t in tensors]
+    return [_hash(t[i].data for t in plain) for i in range(inputs)]
+
+
+def _hash(parts: Iterator[Any]) -> int:
+    total = hashlib.blake2b(digest_size=7)
+    for part in parts:
+        total.update(part)
+    return int.from_bytes(total.digest(), "big")
+
+
+def rows_of_target(target: Tensor, shape: tuple[int, ...], outputs: int) -> Tensor:
+    """Targets as rows: classes (N, *P) -> (N P,), numbers (N, K, *P) or (N, *P, K) -> (N P, K)."""
+    if target.shape == shape:
+        return target.flatten()
+    if target.shape == (shape[0], outputs, *shape[1:]):
+        return target.movedim(1, -1).flatten(0, -2)
+    if target.shape == (*shape, outputs):
+        return target.flatten(0, -2)
+    raise ValueError(
+        f"The network answers at positions {shape[1:]} of each of {shape[0]} inputs, and expects targets of shape "
+        f"{shape} for classes or {(shape[0], outputs, *shape[1:])} for numbers, got {tuple(target.shape)}. If there is "
+        "one target an input, the network should pool its positions before the output layer."
+    )
