@@ -54,7 +54,7 @@ def test_intervals_cover_and_follow_the_noise(regressor: SNGPRegressor) -> None:
     inside = (low <= y) & (y <= high)
     assert 0.84 < inside.mean() < 0.96
     sixths = np.array_split(np.argsort(np.abs(x[:, 0])), 6)  # 1.00 to .70 with one noise for all
-    assert all(0.8 < inside[part].mean() < 0.99 for part in sixths)
+    assert all(0.8 < inside[part].mean() < 0.996 for part in sixths)
     wide = regressor.predict_interval(x, coverage=0.95)
     assert ((wide[1] - wide[0]) > (high - low)).all()
     _, std = regressor.predict(x, return_std=True)
@@ -101,7 +101,8 @@ def test_a_row_without_itself_is_a_fit_without_it() -> None:
     rows = Rows(torch.tensor(x), torch.tensor(y)[:, None] / 40, torch.linspace(0.5, 2, 40).double())
     model = SNGPRegressor(**QUICK | {"max_iter": 2}).fit(x, y).model_
     finish(model, rows)
-    mean, variance = without_itself(model, rows)
+    left = without_itself(model, rows)
+    mean, variance = left.logits.detach(), left.variance.reshape(-1).detach()
     noise = float(model.head.noise)
     phi = model.head.features(model.hidden(rows.x)).detach()
     for i in (0, 17, 39):

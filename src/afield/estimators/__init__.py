@@ -33,7 +33,7 @@ except ImportError as error:
 from afield.decide.conformal import prediction_intervals, prediction_sets
 from afield.decide.policies import Policy
 from afield.estimators.estimator import SNGPEstimator, parameters, with_groups
-from afield.estimators.posterior import of_targets
+from afield.estimators.noise import of_targets
 from afield.estimators.rows import Rows
 from afield.estimators.tables import Floats, check_groups, check_table, check_weights, encode, learn_categories
 from afield.prediction.prediction import Prediction

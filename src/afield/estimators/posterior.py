@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from afield.estimators.network import predict
-from afield.estimators.noise import InputNoise, without_itself
+from afield.estimators.noise import InputNoise, of_targets, without_itself
 from afield.estimators.rows import Rows
 from afield.gp.likelihoods import LIKELIHOODS
 from afield.model.calibration import calibrate, sources_of
@@ -90,17 +90,6 @@ def answers_of(model: SNGP, rows: Rows, noise: InputNoise | None = None) -> tupl
     """
     if len(rows) < FEWEST_HELD_OUT:
         return None
-    prediction = predict(model, rows.x)
     if LIKELIHOODS[model.head.likelihood].noisy:
-        mean, variance = without_itself(model, rows)
-        return of_targets(model, replace(prediction, logits=mean, variance=variance), noise), rows.y
-    return replace(prediction, features=None), rows.y
-
-
-def of_targets(model: SNGP, prediction: Prediction, noise: InputNoise | None) -> Prediction:
-    """A prediction of a model's function (variance (N,)) as one of targets, whose variance (N, K) has the noise."""
-    assert prediction.variance is not None
-    assert prediction.features is not None
-    level = torch.ones_like(prediction.logits) if noise is None else noise(model.head.features(prediction.features))
-    variance = prediction.variance[:, None] + model.head.noise * level
-    return replace(prediction, variance=variance, noise=None, features=None)
+        return of_targets(model, without_itself(model, rows), noise), rows.y
+    return replace(predict(model, rows.x), features=None), rows.y
