@@ -83,7 +83,9 @@ DETECTORS: dict[str, Score] = {
 }
 
 
-def setting(name: str, out: tuple[int, ...] | None, split: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+def setting(
+    name: str, out: tuple[int, ...] | None, split: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Training rows and targets, fresh rows of the same kind, and rows of another kind."""
     x, y = table(name)
     if out is None:

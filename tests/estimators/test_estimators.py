@@ -570,7 +570,10 @@ def test_rows_that_are_not_finite_are_named(kind, moons) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"validation_fraction": 1.0}, r"'validation_fraction' parameter of SNGPClassifier must be .* in the range \(0"),
+        (
+            {"validation_fraction": 1.0},
+            r"'validation_fraction' parameter of SNGPClassifier must be .* in the range \(0",
+        ),
         ({"max_iter": 0}, r"'max_iter' parameter of SNGPClassifier must be an int in the range \[1, inf\)"),
         ({"width": None}, "'width' parameter of SNGPClassifier must be an int"),
         ({"ridge": 0.0}, "'ridge' parameter of SNGPClassifier must be a float in the range"),

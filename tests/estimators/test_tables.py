@@ -92,7 +92,9 @@ def test_groups_and_rows_to_validate_on(moons) -> None:
     assert given.model_.head.reference.numel() == 100
     assert given.model_.head.num_observed == 200
     numbers = SNGPRegressor(**QUICK).fit(x[:100], 9 * y[:100], X_val=x[100:], y_val=9 * y[100:])
-    np.testing.assert_allclose(numbers._held_out.y.numpy() * float(numbers._target_scale), 9 * y[100:, None] - 4.5, atol=1)
+    np.testing.assert_allclose(
+        numbers._held_out.y.numpy() * float(numbers._target_scale), 9 * y[100:, None] - 4.5, atol=1
+    )
 
 
 @pytest.mark.parametrize(
@@ -172,7 +174,7 @@ def test_dates_are_refused_by_name(moons) -> None:
     frame = pandas.DataFrame({"a": x[:, 0], "when": pandas.date_range("2026-01-01", periods=200)})
     with pytest.raises(ValueError, match=r"got dates or times in column\(s\) 'when'.*days since"):
         SNGPClassifier(**QUICK).fit(frame, y)
-    with pytest.raises(ValueError, match="got dates or times. Make numbers"):
+    with pytest.raises(ValueError, match=r"got dates or times\. Make numbers"):
         SNGPClassifier(**QUICK).fit(frame[["when"]].to_numpy(), y)
 
 

@@ -185,4 +185,3 @@ class Fitted(BaseEstimator):
         tags = super().__sklearn_tags__()
         tags.input_tags.sparse = True
         return tags
-

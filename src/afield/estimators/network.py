@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from afield.backbones.resffn import ResFFN
 from afield.estimators.rows import CHUNK, Rows
-from afield.gp.features import median_distance
 from afield.gp.head import GaussianProcessHead
 from afield.model.convert import BoundRules, sngp
 from afield.model.evaluating import evaluating

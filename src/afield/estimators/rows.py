@@ -32,9 +32,7 @@ class Rows:
         return len(self.x)
 
     def __getitem__(self, index: Any) -> "Rows":
-        return Rows(
-            self.x[index], self.y[index], self.weight[index], None if self.group is None else self.group[index]
-        )
+        return Rows(self.x[index], self.y[index], self.weight[index], None if self.group is None else self.group[index])
 
     def __add__(self, other: "Rows") -> "Rows":
         return Rows(torch.cat([self.x, other.x]), torch.cat([self.y, other.y]), torch.cat([self.weight, other.weight]))
