@@ -228,11 +228,8 @@ def _coverage() -> str:
         of = [models for (name, _), models in complete.items() if name == table_name]
         if of:
             ours, theirs = ([models[m] for models in of] for m in ("SNGP", "NGBoost"))
-            values = (
-                np.mean([r["coverage"] for r in ours]),
-                *(np.mean([r["spearman"] for r in p]) for p in (ours, theirs)),
-            )
-            rows.append([table_name, *(f"{value:.3f}" for value in values)])
+            values = [[r["coverage"] for r in ours], *([r["spearman"] for r in part] for part in (ours, theirs))]
+            rows.append([table_name, *(f"{np.mean(value):.3f}" for value in values)])
     return markdown(rows, left=1)
 
 

@@ -111,9 +111,11 @@ class SNGPEstimator(Fitted):
         self._warn_if_falling(history)
         finish(model, trained)
         self._architecture, self._num_seen, self.model_ = architecture, len(rows), model
-        self._calibrate(held, learns=numbers or self.early_stopping, rows=trained)
+        learns = numbers or self.early_stopping
+        self._calibrate(held, learns=learns, rows=trained)
         # Numbers can be unlearnt and serve again; what a classifier has learnt is no longer held out.
-        self._held_out = held if numbers or not self.early_stopping else held[:0]
+        again = numbers and len(held) >= FEWEST_HELD_OUT
+        self._held_out = held if again or not learns else held[:0]
         self.loss_curve_, self.held_out_loss_curve_, self.n_iter_ = history.loss, history.held_out, len(history.loss)
         return self
 
@@ -125,6 +127,8 @@ class SNGPEstimator(Fitted):
         model = self.model_
         self._answers = None
         if len(held) < FEWEST_HELD_OUT:
+            if len(held) and learns:
+                learn(model, held)
             return
         numbers = LIKELIHOODS[model.head.likelihood].noisy
         noise = float(model.head.noise)

@@ -51,7 +51,7 @@ class Fitted(BaseEstimator):
         # What never changed in training tells nothing about how far it is now: beyond all that was seen.
         strange = self._changes(table)
         reference = self.model_.head.reference
-        beyond = max(float(score.max()), float(reference.max()) if len(reference) else 0.0)
+        beyond = np.maximum(score, float(reference.max()) if len(reference) else 0.0)
         return np.where(strange > 0, beyond + strange, score)
 
     def score_samples(self, X: ArrayLike) -> Floats:

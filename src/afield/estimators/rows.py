@@ -39,9 +39,8 @@ class Rows:
 
     def clusters(self) -> Tensor:
         """The number (N,) of each row's cluster."""
-        _, place = self.x.unique(dim=0, return_inverse=True)
-        _, which = self._table().unique(dim=0, return_inverse=True)
-        targets = torch.stack([place, which], dim=1).unique(dim=0)[:, 0].bincount()  # of each place
+        place, which = _which(self.x), _which(self._table())
+        targets = place[_first_of_each(which)].bincount()  # how many different ones there are at each place
         which = torch.where(targets[place] > 1, len(self) + torch.arange(len(self)), which)
         which = which.unique(return_inverse=True)[1]
         if self.group is None:
@@ -58,9 +57,10 @@ class Rows:
 
     def merged(self) -> "Rows":
         """Equal rows as one, in an order of their own: then a weight of 2 and a row given twice are the same data."""
-        distinct, which = self._table().unique(dim=0, return_inverse=True)
-        weight = torch.zeros(len(distinct), dtype=torch.float64).index_add_(0, which, self.weight)
-        return replace(self[_first_of_each(which)], weight=weight)
+        which = _which(self._table())
+        first = _first_of_each(which)
+        weight = torch.zeros(len(first), dtype=torch.float64).index_add_(0, which, self.weight)
+        return replace(self[first], weight=weight)
 
     def moments(self, values: Tensor) -> tuple[Tensor, Tensor]:
         """Weighted mean and standard deviation of the columns of values (N, k); exactly 0 where one is constant."""
@@ -102,6 +102,15 @@ def split(strata: Tensor, clusters: Tensor, count: int, generator: torch.Generat
             chosen[of[0]] = False
     held = chosen[clusters]
     return (~held).nonzero().flatten(), held.nonzero().flatten()
+
+
+def _which(values: Tensor) -> Tensor:
+    """The number (N,) of each row among the distinct ones."""
+    if not len(values):
+        return torch.zeros(0, dtype=torch.int64)
+    table = np.ascontiguousarray(values.numpy()) + 0.0  # -0.0 is 0.0, but not in bytes
+    rows = table.view(np.dtype((np.void, table.shape[1] * table.itemsize))).ravel()  # a tenth of the time of torch's
+    return torch.from_numpy(np.unique(rows, return_inverse=True)[1].reshape(-1))
 
 
 def _first_of_each(which: Tensor) -> Tensor:

@@ -171,7 +171,7 @@ def _pairs(class_weight: Any) -> list[Any]:
 def _from_pairs(pairs: list[Any]) -> dict[str, Any]:
     if not pairs:
         return {}
-    return {"class_weight": pairs[0] if not isinstance(pairs[0], list) else {k: v for k, v in pairs}}
+    return {"class_weight": pairs[0] if not isinstance(pairs[0], list) else dict(pairs)}
 
 
 def _plain(value: Any) -> Any:
