@@ -208,7 +208,8 @@ def _ranks() -> str:
                ("regression", "nll", 1), ("regression", "crps", 1))  # fmt: skip
     head, cells = ["mean rank"], {name: [name] for name in MODELS}
     for kind, metric, sign in columns:
-        complete = _complete(kind, [m for m in MODELS if m != "GP"])
+        there = {record["model"] for record in lines(RECORD)}
+        complete = _complete(kind, [m for m in MODELS if m in there and m != "GP"])
         ranks: dict[str, list[float]] = {}
         for of in complete.values():
             names = [m for m in MODELS if m in of]

@@ -119,11 +119,11 @@ class _Errors:
             optimizer.zero_grad()
             loss = self.weight @ self.losses(InputNoise(theta[:, :size], theta[:, size]))
             loss = loss + 0.5 * penalty * theta[:, :size].square().sum()
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             return loss
 
         with torch.enable_grad():
-            optimizer.step(closure)  # type: ignore[no-untyped-call]
+            optimizer.step(closure)
         theta = theta.detach()
         return InputNoise(theta[:, :size], theta[:, size])
 
