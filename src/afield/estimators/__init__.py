@@ -118,7 +118,8 @@ class SNGPClassifier(ClassifierMixin, SNGPEstimator):
 
     def predict(self, X: ArrayLike) -> NDArray[Any]:
         """The most probable class (N,)."""
-        return self.classes_[self._mean(X).argmax(1).numpy()]  # the variance is shared, and cannot change it
+        index = self._mean(X).argmax(1).numpy()  # the variance is shared, and cannot change it
+        return self.classes_[index]
 
     def predict_proba(self, X: ArrayLike) -> Floats:
         """Probabilities (N, K) in the order of `classes_`, calibrated, nearer to uniform the further a row lies."""

@@ -127,16 +127,15 @@ class Fitted(BaseEstimator):
         table = self._checked(X)
         prediction = predict(self.model_, torch.tensor(table))
         strange = torch.from_numpy(self._changes(table) > 0)
-        if prediction.p_value is None or not strange.any():
+        p_value, smallest = prediction.p_value, prediction.smallest_p_value
+        if p_value is None or smallest is None or not strange.any():
             return prediction
-        return replace(
-            prediction,
-            p_value=torch.where(strange, prediction.p_value.clamp_max(prediction.smallest_p_value), prediction.p_value),
-        )
+        return replace(prediction, p_value=torch.where(strange, smallest, p_value))
 
     def _mean(self, X: ArrayLike) -> Tensor:
         """The posterior mean (N, K) alone."""
-        return predict_mean(self.model_, torch.tensor(self._checked(X)))
+        table = self._checked(X)
+        return predict_mean(self.model_, torch.tensor(table))
 
     def _calibrated(self, X: ArrayLike) -> Prediction:
         prediction = self._predict(X)

@@ -83,7 +83,7 @@ def load_estimator(kind: "type[Kind]", folder: str | os.PathLike[str]) -> "Kind"
     if "noise.weight" in tensors:
         estimator._noise = InputNoise(tensors["noise.weight"], tensors["noise.constant"])
     if "answers.target" in tensors:
-        parts = {n.removeprefix("answers."): t for n, t in tensors.items() if n.startswith("answers.")}
+        parts: dict[str, Any] = {n.removeprefix("answers."): t for n, t in tensors.items() if n.startswith("answers.")}
         target = parts.pop("target")
         estimator._answers = Prediction(**parts, **state["answers"]), target
     estimator.model_ = load(folder, load_network(estimator._architecture)).eval()
@@ -152,7 +152,7 @@ def _tensors(estimator: "Fitted") -> dict[str, Tensor]:
     tensors = {name: getattr(estimator, name) for name in _TENSORS if hasattr(estimator, name)}
     held = estimator._held_out
     tensors |= {"held_out.x": held.x, "held_out.y": held.y, "held_out.weight": held.weight}
-    if getattr(estimator, "_noise", None) is not None:
+    if estimator._noise is not None:
         tensors |= {"noise.weight": estimator._noise.weight, "noise.constant": estimator._noise.constant}
     if estimator._answers is not None:
         prediction, target = estimator._answers
