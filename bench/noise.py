@@ -73,7 +73,9 @@ class InUnits(nn.Module):
         return out
 
 
-def fitted(make: Callable[[int, torch.Generator], Data], how: str, noise: str, seed: int) -> tuple[afield.SNGP, Data, Data]:
+def fitted(
+    make: Callable[[int, torch.Generator], Data], how: str, noise: str, seed: int
+) -> tuple[afield.SNGP, Data, Data]:
     """A model, held-out data that it has not seen, test data."""
     generator = torch.Generator().manual_seed(seed)
     data, held, fresh, test = (make(n, generator) for n in (1500, 500, 500, 6000))
@@ -121,7 +123,11 @@ def of_scales(how: str, noise: str, seed: int) -> dict[str, float]:
 
 def main() -> None:
     torch.set_num_threads(1)
-    record: dict[str, Any] = {"command": "python -m bench.noise", "afield": afield.__version__, "torch": torch.__version__}
+    record: dict[str, Any] = {
+        "command": "python -m bench.noise",
+        "afield": afield.__version__,
+        "torch": torch.__version__,
+    }
     plan = [("varying", of_varying, how, noise) for how in ("attach", "sngp") for noise in ("output", "input")]
     plan += [("scales", of_scales, how, "output") for how in ("attach", "sngp")]
     for name, measure, how, noise in plan:

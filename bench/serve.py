@@ -6,6 +6,11 @@ bare        one thread calls the model on one row after the other, as a program 
 service     `afield serve` in a process of its own, 32 clients in another one, each with one connection and one row a
             request: rows a second, and the latency of a request
 share       service / bare, the median over interleaved rounds; clients, service and model share the same cores
+cpu share   the same by processor time, of the bare call and of the service's process: what other programs do to the
+            machine, and what the clients cost, does not count
+floor       `bench/serve_echo.py`: the same server and sockets, and an application that sends one answer to everybody
+mlserver    MLServer (AFIELD_MLSERVER=FOLDER/bin/mlserver, a virtual environment of its own with onnxruntime) with the
+            same ONNX file, batching as the service does: its batches of 64 rows, 2 ms
 memory      of the service's process before and after many requests
 """
 
@@ -32,6 +37,7 @@ CLIENTS, ROUNDS = 32, 3
 
 
 def request(tensor: np.ndarray, name: str = "input") -> bytes:
+    """A request with one tensor."""
     body = {
         "inputs": [{"name": name, "shape": list(tensor.shape), "datatype": "FP32", "data": tensor.ravel().tolist()}]
     }
@@ -75,15 +81,22 @@ def load_elsewhere(*arguments: Any) -> dict[str, float]:
         return pool.apply(load, arguments)
 
 
-class Service:
-    """`afield serve` as a user starts it."""
+def cpu_seconds(pid: int) -> float:
+    """The processor time of a process and of those that it has started."""
+    pids = [pid, *map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())]
+    fields = [Path(f"/proc/{one}/stat").read_text().rpartition(")")[2].split() for one in pids]
+    return sum(int(of[11]) + int(of[12]) for of in fields) / os.sysconf("SC_CLK_TCK")
 
-    def __init__(self, arguments: list[str], folder: Path) -> None:
+
+class Service:
+    """A server as a user starts it: `afield serve`, or another command that says its address."""
+
+    def __init__(self, arguments: list[str], folder: Path, *, command: tuple[str, ...] = ()) -> None:
         log = folder / "serve.log"
-        command = [sys.executable, "-m", "afield.cli.main", "serve", *arguments, "--port", "0"]
+        own = (sys.executable, "-m", "afield.cli.main", "serve", *arguments, "--port", "0")
         with log.open("wb") as file:
-            self.process = subprocess.Popen(command, stderr=file)
-        while not (found := re.search(r'"url": "http://127.0.0.1:(\d+)/"', log.read_text())):
+            self.process = subprocess.Popen(command or own, stdout=file, stderr=file)
+        while not (found := re.search(r"http://127\.0\.0\.1:(\d{4,5})\D", log.read_text())):
             if self.process.poll() is not None:
                 raise RuntimeError(log.read_text())
             time.sleep(0.05)
@@ -102,25 +115,54 @@ class Service:
         self.process.wait(60)
 
 
-def bare(run: Any, rows: list[np.ndarray], count: int) -> float:
-    """Rows a second of a loop over single rows."""
-    run(rows[0])
-    start = time.perf_counter()
+def bare(run: Any, rows: list[np.ndarray], count: int) -> dict[str, float]:
+    """Rows a second, and processor time of a row, of a loop over single rows."""
+    for row in rows[:10]:
+        run(row)
+    start, cpu = time.perf_counter(), time.process_time()
     for i in range(count):
         run(rows[i % len(rows)])
-    return count / (time.perf_counter() - start)
+    cpu = time.process_time() - cpu
+    return {"rows_per_second": count / (time.perf_counter() - start), "cpu_us": 1e6 * cpu / count}
+
+
+def under_load(service: Service, payloads: list[bytes], count: int) -> dict[str, float]:
+    """As `load`, and the processor time of the service for a request."""
+    before = cpu_seconds(service.process.pid)
+    found = load_elsewhere(service.port, payloads, count)
+    return found | {"cpu_us": 1e6 * (cpu_seconds(service.process.pid) - before) / count}
 
 
 def compare(name: str, run: Any, service: Service, rows: list[np.ndarray], count: int) -> dict[str, Any]:
     payloads = [request(row, service.input_name()) for row in rows]
     load_elsewhere(service.port, payloads, min(count, 300))  # warm
-    rounds = [(bare(run, rows, count // 4), load_elsewhere(service.port, payloads, count)) for _ in range(ROUNDS)]
+    rounds = [(bare(run, rows, count // 4), under_load(service, payloads, count)) for _ in range(ROUNDS)]
     found = {
-        "bare_rows_per_second": median(b for b, _ in rounds),
-        "share": median(s["rows_per_second"] / b for b, s in rounds),
+        "bare_rows_per_second": median(b["rows_per_second"] for b, _ in rounds),
+        "share": median(s["rows_per_second"] / b["rows_per_second"] for b, s in rounds),
+        "bare_cpu_us": median(b["cpu_us"] for b, _ in rounds),
+        "cpu_share": median(b["cpu_us"] / s["cpu_us"] for b, s in rounds),
         **{key: median(s[key] for _, s in rounds) for key in rounds[0][1]},
     }
     print(name, json.dumps(found), flush=True)
+    return found
+
+
+def others(file: str, rows: list[np.ndarray], count: int, folder: Path) -> dict[str, dict[str, float]]:
+    """The floor, and MLServer with the same ONNX file, under the same load."""
+    payloads, found = [request(row) for row in rows], {}
+    commands = {"floor": (sys.executable, "-m", "bench.serve_echo")}
+    if mlserver := os.environ.get("AFIELD_MLSERVER"):
+        commands["mlserver"] = (str(Path(mlserver).with_name("python")), "bench/serve_mlserver.py", file)
+    for name, command in commands.items():
+        service = Service([], folder, command=command)
+        try:
+            load_elsewhere(service.port, payloads, min(count, 300))
+            runs = [under_load(service, payloads, count) for _ in range(ROUNDS)]
+        finally:
+            service.stop()
+        found[name] = {key: median(run[key] for run in runs) for key in runs[0]}
+        print(name, json.dumps(found[name]), flush=True)
     return found
 
 
@@ -187,6 +229,7 @@ def main() -> None:
     from afield.model.saving import write_file
 
     record: dict[str, Any] = {"command": "python -m bench.serve", "cores": os.cpu_count(), "clients": CLIENTS}
+    record["requests"], record["load"] = options.requests, round(os.getloadavg()[0], 1)  # of others, at the beginning
     if not options.long and RECORD.is_file():  # measured before
         record["memory"] = json.loads(RECORD.read_text())["memory"]
     record["models"] = {}
@@ -197,6 +240,8 @@ def main() -> None:
             service = Service([*arguments, "--log-level", "warning"], folder)
             try:
                 record["models"][name] = compare(name, run, service, rows, count)
+                if "ONNX" in name:
+                    record["others"] = others(str(folder / "m.onnx"), rows, count, folder)
                 if "ONNX" in name and options.long:
                     record["memory"] = long_run(service, rows, options.long)
             finally:

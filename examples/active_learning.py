@@ -27,8 +27,12 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     args = parser.parse_args()
 
-    accuracies = {choice: [run(choice, seed, args.rounds, args.batch) for seed in range(args.seeds)] for choice in CHOICES}
-    print(f"accuracy on 597 pictures, mean of {args.seeds} seeds\n\nlabels " + "".join(f"{name:>10}" for name in CHOICES))
+    accuracies = {
+        choice: [run(choice, seed, args.rounds, args.batch) for seed in range(args.seeds)] for choice in CHOICES
+    }
+    print(
+        f"accuracy on 597 pictures, mean of {args.seeds} seeds\n\nlabels " + "".join(f"{name:>10}" for name in CHOICES)
+    )
     for i in range(args.rounds + 1):
         row = "".join(f"{mean(seed[i] for seed in accuracies[choice]):>10.3f}" for choice in CHOICES)
         print(f"{args.batch * (i + 1):>6} {row}")

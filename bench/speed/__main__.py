@@ -8,12 +8,12 @@ import torch
 
 from afield.model.saving import write_file
 from bench.defaults import ROOT, fill, markdown
-from bench.speed import ensembles, networks, per_class, posterior
+from bench.speed import ensembles, networks, per_class, pixels, posterior
 from bench.speed.measure import MEASURES, Missing
 
 RECORDS = ROOT / "bench" / "results"
 PARTS = [
-    part.__name__ for part in (networks, ensembles, posterior, per_class)
+    part.__name__ for part in (networks, pixels, ensembles, posterior, per_class)
 ]  # whose measures the table has, in order
 PAGES = {"speed": ROOT / "docs" / "speed.md", "costs": ROOT / "README.md"}
 COSTS = {  # of the README: measures by name, what is done, and the factor from seconds to the unit

@@ -28,7 +28,9 @@ def fitted(outputs: int = 3, **options: Any) -> afield.SNGP:
     return model
 
 
-@pytest.mark.parametrize("options", [{"likelihood": "categorical"}, {"likelihood": "bernoulli"}, {"likelihood": "gaussian", "noise": "full"}])
+@pytest.mark.parametrize(
+    "options", [{"likelihood": "categorical"}, {"likelihood": "bernoulli"}, {"likelihood": "gaussian", "noise": "full"}]
+)
 def test_draws_have_mean_variance_and_covariance_of_the_posterior(options: dict[str, Any]) -> None:
     model, x = fitted(**options), normal(6, 4, number=3)
     model.head.set_scalars(logit_scale=1.5)
@@ -42,7 +44,9 @@ def test_draws_have_mean_variance_and_covariance_of_the_posterior(options: dict[
     h_inverse = model.head.precision.root[0].T @ model.head.precision.root[0]
     expected = 4.0 * (psi @ h_inverse @ psi.T)
     share = variance[0, 0] / expected[0, 0]  # of the first output
-    torch.testing.assert_close(draws[..., 0].T.cov(), share * expected, rtol=0.1, atol=0.05 * float(variance[:, 0].max()))
+    torch.testing.assert_close(
+        draws[..., 0].T.cov(), share * expected, rtol=0.1, atol=0.05 * float(variance[:, 0].max())
+    )
 
 
 def test_a_draw_is_a_function_whatever_the_batch() -> None:
@@ -61,7 +65,9 @@ def test_labels_and_classes_with_their_own_precision() -> None:
     x = normal(4, 4, number=5)
     variance = model.predict(x).variance
     assert variance is not None
-    torch.testing.assert_close(model.sample(x, num_samples=30_000, generator=seed()).var(0), variance, rtol=0.06, atol=0)
+    torch.testing.assert_close(
+        model.sample(x, num_samples=30_000, generator=seed()).var(0), variance, rtol=0.06, atol=0
+    )
 
 
 def test_positions_come_last() -> None:

@@ -1,5 +1,6 @@
 """The page in a real browser: it loads, predicts, shows a refusal, rings after a shift, and is readable when narrow."""
 
+import dataclasses
 import os
 import shutil
 from collections.abc import Iterator
@@ -9,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from afield.model.saving import draw_examples
+from afield.serve.explain import explainer
 from afield.serve.models import Source
 from afield.serve.open_torch import open_sngp
 from tests.serve.conftest import Client, fitted, running
@@ -20,7 +23,11 @@ LABELS = ("red", "green", "blue")
 
 @pytest.fixture(scope="module")
 def client() -> Iterator[Client]:
-    engine = open_sngp(fitted(), labels=LABELS)
+    model = fitted()
+    x = torch.randn(80, 2, generator=torch.Generator().manual_seed(3))
+    kept = draw_examples(model, [(x, torch.arange(80) % 3)], 60)
+    explain = explainer(model, kept, lambda arrays: torch.from_numpy(arrays["input"]), labels=LABELS)
+    engine = dataclasses.replace(open_sngp(model, labels=LABELS), explain=explain)
     with running([Source("m", lambda path: engine)]) as client:
         yield client
 
@@ -62,7 +69,7 @@ def try_rows(browser: Any, rows: str) -> str:
     browser.find_element("id", "input").send_keys(rows)
     before = text(browser, "answer")
     browser.find_element("css selector", "#try button").click()
-    wait_for(lambda: text(browser, "answer") not in ("", before))
+    wait_for(lambda: text(browser, "answer") not in ("", before), 30)
     return text(browser, "answer")
 
 
@@ -75,12 +82,16 @@ def test_the_page_in_a_browser(browser: Any, client: Client, tmp_path: Path):
     answer = try_rows(browser, "0.1, 0.2")
     assert any(label in answer for label in LABELS)
     assert "p-value" in answer
+    wait_for(lambda: len(browser.find_elements("css selector", "#answer .nearest li")) == 5)
     assert "I don't know" in try_rows(browser, "70, -90")
+    wait_for(lambda: "Features that make it far" in text(browser, "answer"))
+    assert browser.find_elements("css selector", "#answer td.no")
+    keep_screenshot(browser, "why", tmp_path)
     assert "Rows are numbers" in try_rows(browser, "a, b")
     assert "Row 1 has 3 numbers, expected 2" in try_rows(browser, "1, 2, 3")
     wait_for(lambda: "refused" in text(browser, "recent"))
-    rows = browser.find_elements("css selector", "#recent tr")
-    assert "refused" in rows[1].get_attribute("class")  # refused ones come first
+    first = "return document.querySelectorAll('#recent tr')[1].className"
+    assert "refused" in browser.execute_script(first)  # refused ones come first
     assert "ringing" not in browser.find_element("id", "alarm").get_attribute("class")
     table = tmp_path / "rows.csv"
     table.write_text("a,b\n0.5,0.5\n-0.3,0.1\n")

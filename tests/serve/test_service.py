@@ -238,7 +238,7 @@ def test_the_page_asks_nobody_else(client: Client):
     texts = {name: client("GET", name) for name in loaded}
     for name in re.findall(r'from "\./([^"]+)"', texts["/page/main.js"][1]):
         texts[name] = client("GET", f"/page/{name}")
-    assert len(texts) == 5
+    assert len(texts) == 6
     assert all(found[0] == 200 for found in texts.values())
     addresses = re.findall(r"https?://[^\s\"']+", page + "".join(found[1] for found in texts.values()))
     assert set(addresses) <= {"http://www.w3.org/2000/svg"}  # a name, not an address
@@ -256,7 +256,14 @@ def slow_engine(seconds: float, identity: str = "slow") -> Engine:
 
 
 def test_a_full_queue_says_when_to_come_again():
-    with running([Source("m", lambda path: slow_engine(0.1))], max_queue=4, max_batch=1) as client:
+    gate = threading.Event()
+
+    def run(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        gate.wait(20)
+        return {"score": arrays["input"].sum(1)}
+
+    engine = dataclasses.replace(slow_engine(0), run=run)
+    with running([Source("m", lambda path: engine)], max_queue=4, max_batch=1) as client:
         found: list[tuple[int, Any, dict[str, str]]] = []
         body = tensor()
         callers = [
@@ -264,6 +271,8 @@ def test_a_full_queue_says_when_to_come_again():
         ]
         for caller in callers:
             caller.start()
+        wait_for(lambda: len(found) >= 6, 20)  # two threads hold one each, and four wait
+        gate.set()
         for caller in callers:
             caller.join()
         statuses = sorted(status for status, _, _ in found)
@@ -322,7 +331,8 @@ def test_requests_have_ids_and_log_lines(client: Client, caplog: pytest.LogCaptu
         assert client("GET", "/v2", **{"x-request-id": "abc-1"})[2]["x-request-id"] == "abc-1"
         assert len(client("GET", "/v2", **{"x-request-id": "no good"})[2]["x-request-id"]) == 16
         client("GET", "/v2")
-    line = json.loads(JsonLines().format(caplog.records[0]))
+    lines = [json.loads(JsonLines().format(record)) for record in caplog.records]
+    line = next(line for line in lines if line["request"] == "abc-1")
     assert (line["event"], line["request"], line["status"], line["path"]) == ("request", "abc-1", 200, "/v2")
 
 

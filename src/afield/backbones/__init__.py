@@ -9,6 +9,7 @@ from afield.backbones.resffn import ResFFN
 from afield.backbones.resnet50 import ResNet50
 from afield.backbones.resnet_cifar import ResNetCIFAR
 from afield.backbones.transformer import TransformerEncoder
+from afield.backbones.unet import UNet
 from afield.backbones.wide_resnet import WideResNet
 from afield.registry import Registry
 
@@ -18,4 +19,5 @@ BACKBONES["resnet-cifar"] = ResNetCIFAR
 BACKBONES["wide-resnet"] = WideResNet
 BACKBONES["resnet50"] = ResNet50
 BACKBONES["genomics-cnn"] = GenomicsCNN
+BACKBONES["unet"] = UNet
 BACKBONES["transformer"] = TransformerEncoder

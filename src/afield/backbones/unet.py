@@ -1,8 +1,10 @@
-"""A small U-Net (Ronneberger, Fischer and Brox 2015): images (N, C, H, W) -> hidden vectors at every pixel (N, d, H, W).
+"""A small U-Net (Ronneberger, Fischer and Brox 2015): images (N, C, H, W) -> hidden vectors of pixels (N, d, H, W).
 
 Two 3x3 convolutions with batch normalisation a level; down by max pooling to twice the width, up by bilinear
 interpolation, and what the way down has seen beside what comes up. Height and width are multiples of 2^depth.
 """
+
+import itertools
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +21,7 @@ class UNet(nn.Module):
         self.out_features = width
         widths = [width * 2**level for level in range(depth + 1)]
         self.down = nn.ModuleList(_block(a, b) for a, b in zip([in_channels, *widths], widths, strict=False))
-        self.up = nn.ModuleList(_block(a + b, a) for a, b in reversed(list(zip(widths, widths[1:], strict=False))))
+        self.up = nn.ModuleList(_block(a + b, a) for a, b in reversed(list(itertools.pairwise(widths))))
 
     def forward(self, x: Tensor) -> Tensor:
         seen = []

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from afield.prediction.binomial import rank
 from afield.prediction.checks import check_labels
+from afield.prediction.positions import refuse_positions
 from afield.prediction.prediction import Prediction, likelihood_of
 
 KINDS = ("least_ambiguous", "adaptive")
@@ -62,6 +63,7 @@ class PredictionIntervals:
 
     def intervals(self, prediction: Prediction) -> tuple[Tensor, Tensor]:
         """Lower and upper ends (N, K), in float64; a rate is never below zero."""
+        refuse_positions(prediction, "An interval with a promise")
         mean, std = prediction.mean.double(), prediction.std.double()
         half = std * torch.tensor(self.thresholds, dtype=torch.float64, device=std.device)
         lower = mean - half
@@ -105,6 +107,7 @@ def prediction_intervals(
     prediction: Prediction, target: Tensor, *, level: float = 0.9, delta: float | None = None
 ) -> PredictionIntervals:
     """Intervals that hold the target of each output at a rate of at least `level`, from held-out data."""
+    refuse_positions(prediction, "An interval with a promise")
     mean, std = prediction.mean.double(), prediction.std.double()
     if target.shape != mean.shape and not (mean.shape[1] == 1 and target.shape == mean.shape[:1]):
         raise ValueError(f"Expected targets of shape {tuple(mean.shape)}, got {tuple(target.shape)}.")
@@ -147,6 +150,7 @@ def _conformal_quantile(nonconformity: Tensor, level: float, delta: float | None
 
 
 def _class_probs(prediction: Prediction) -> Tensor:
+    refuse_positions(prediction, "A set of classes")
     if prediction.probs is None:
         raise ValueError(f"Sets of classes need probs, got a {prediction.likelihood} prediction: prediction_intervals.")
     return prediction.probs.detach().double()

@@ -267,6 +267,11 @@ def watch_model(model: "SNGP", *, alpha: float = 0.01, per_class: bool | None = 
     head = model.head
     if not head.calibrated:
         raise ValueError("A watch needs the reference of a calibrated model: call afield.calibrate(model, held_out).")
+    if len(head.input_reference):
+        raise ValueError(
+            "A watch takes scores that are exchangeable, and those of positions are not: watch inputs as a whole, "
+            "Watch(model.head.input_reference.cpu().numpy()) with p.input_score."
+        )
     reference, spans = head.reference.cpu().numpy(), head.reference_spans.cpu().numpy()
     own = own_references(reference, spans)
     classes = max(head.out_features, 2) if (len(spans) > 0 if per_class is None else per_class) else None

@@ -27,6 +27,7 @@ from torch import Tensor
 from afield.decide.thresholds import coverage_threshold, risk_threshold
 from afield.prediction.checks import check_labels
 from afield.prediction.labels import each_label
+from afield.prediction.positions import refuse_positions
 from afield.prediction.prediction import Prediction, likelihood_of
 from afield.prediction.scores import SCORES
 
@@ -98,6 +99,7 @@ class Policy:
 
     def answer(self, prediction: Prediction) -> Tensor:
         """The class (N,) of least expected cost, which is the most probable unless errors differ; else the mean."""
+        refuse_positions(prediction, "A policy")
         if prediction.probs is None:
             return prediction.mean
         if self.error_cost is None or isinstance(self.error_cost, int | float):
@@ -106,6 +108,7 @@ class Policy:
 
     def doubt(self, prediction: Prediction) -> Tensor:
         """What the threshold is compared with (N,), in float64."""
+        refuse_positions(prediction, "A policy")
         if self.error_cost is not None:
             return _expected_cost(prediction, self.error_cost).amin(-1)
         if self.score is None:

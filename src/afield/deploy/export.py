@@ -190,7 +190,9 @@ def _check_p_values(answers: dict[str, Tensor], model: SNGP, alpha: float | None
         if "input_p_value" in answers:
             of_inputs, _ = conformal_p_value(answers["input_score"], model.head.input_reference.cpu())
             if not torch.equal(of_inputs, answers["input_p_value"]):
-                raise ExportError("The export's p-values of inputs are not those of its own scores; nothing was written.")
+                raise ExportError(
+                    "The export's p-values of inputs are not those of its own scores; nothing was written."
+                )
     return answers
 
 

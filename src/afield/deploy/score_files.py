@@ -197,6 +197,8 @@ def score_file(
 
 def answers(prediction: Prediction, alpha: float | None = None, labels: Sequence[str] = ()) -> dict[str, np.ndarray]:
     """The columns of a part, by name; answers that the model does not give have none."""
+    if prediction.positions:
+        return _answers_of_inputs(prediction, alpha)
     p, columns = prediction, {}
     if p.has_labels:
         raise ValueError("A file of answers has one class a row, and this model has several labels: use model.predict.")
@@ -223,6 +225,17 @@ def answers(prediction: Prediction, alpha: float | None = None, labels: Sequence
             "held_out_loader) before saving it, or leave alpha out."
         )
     return columns
+
+
+def _answers_of_inputs(p: Prediction, alpha: float | None) -> dict[str, np.ndarray]:
+    """Of inputs as a whole: a row of a file is an input, and has no room for an answer at every position."""
+    if p.input_score is None or p.input_p_value is None or p.num_inputs is None:
+        raise ValueError(
+            f"The model answers at positions {p.positions} of every input, and what is written is about inputs as a "
+            "whole, which needs calibration: call afield.calibrate(model, held_out_loader) before saving it."
+        )
+    accepted = p.accept_inputs(max(ALPHA, 1 / (p.num_inputs + 1)) if alpha is None else alpha)
+    return {"score": p.input_score.numpy(), "p_value": p.input_p_value.numpy(), "accepted": accepted.numpy()}
 
 
 # Predicting

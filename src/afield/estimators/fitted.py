@@ -96,10 +96,24 @@ class Fitted(BaseEstimator):
         """True (N,) where the policy lets the estimator answer, False where it refers."""
         return policy.decide(self._in_units(self._predict(X))).numpy()
 
-    def save(self, folder: str | os.PathLike[str]) -> Path:
-        """Write the estimator to a folder, without pickle: `load` reads it, and `afield serve FOLDER` serves it."""
+    def save(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        neighbours: int = 0,
+        X: ArrayLike | None = None,
+        y: ArrayLike | None = None,
+    ) -> Path:
+        """Write the estimator to a folder, without pickle: `load` reads it, and `afield serve FOLDER` serves it.
+
+        neighbours  how many rows of the training data `X` (N, columns) and `y` (N,) are kept beside it, for the page
+        """
         check_is_fitted(self, "model_")
-        return save_estimator(self, folder)
+        train: list[Any] | None = None
+        if X is not None:
+            rows = torch.tensor(self._checked(X))
+            train = [rows if y is None else (rows, self._target(y))]
+        return save_estimator(self, folder, neighbours=neighbours, train=train)
 
     @classmethod
     def load(cls, folder: str | os.PathLike[str]) -> Self:

@@ -40,15 +40,15 @@ _TENSORS = ("_target_shift", "_target_scale")
 Kind = TypeVar("Kind", bound="Fitted")
 
 
-def save_estimator(estimator: "Fitted", folder: str | os.PathLike[str]) -> Path:
-    """Write a fitted estimator."""
+def save_estimator(estimator: "Fitted", folder: str | os.PathLike[str], **neighbours: Any) -> Path:
+    """Write a fitted estimator; `neighbours` are options of `afield.save`."""
     metadata: dict[str, Any] = {"estimator": {name: estimator._architecture[name] for name in _NETWORK}}
     for name, values in (("labels", "classes_"), ("columns", "feature_names_in_")):
         if hasattr(estimator, values):
             metadata[name] = [str(value) for value in getattr(estimator, values)]
     payload = save_tensors(_tensors(estimator))
     metadata["state"] = _plain_state(estimator) | {"rest": hashlib.sha256(payload).hexdigest()}
-    path = save(estimator.model_, folder, metadata=metadata)
+    path = save(estimator.model_, folder, metadata=metadata, **neighbours)
     write_file(path / _REST, payload)
     return path
 

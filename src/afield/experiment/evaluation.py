@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from afield.experiment.metric_name import MetricName
+from afield.experiment.position_metrics import evaluate_foreign, labelled_rows, mean_iou
 from afield.model.diagnose import distance_correlation, mean_distance, nearest_distance
 from afield.model.sngp_model import SNGP
 from afield.prediction.distance_scores import FittedScore, make_all
@@ -58,8 +59,12 @@ def _evaluate_test(
         groups[group].append(evaluate_targets(predictions[f"shifted/{name}"], targets(data), group, task.scale))
     for sets in groups.values():
         metrics |= {name: fmean(each[name] for each in sets) for name in sets[0]}
-    for name in task.ood:
-        metrics |= evaluate_ood(predictions["test"], predictions[f"ood/{name}"], name, fitted)
+    for name, data in task.ood.items():
+        test, ood = predictions["test"], predictions[f"ood/{name}"]
+        if test.positions:
+            metrics |= evaluate_foreign(test, ood, targets(data), name, ALPHA)
+        else:
+            metrics |= evaluate_ood(test, ood, name, fitted)
     if task.ood_label is not None:
         metrics[str(MetricName("nll", "combined"))] = _combined_nll(task, predictions, task.ood_label)
     if task.grid is not None and task.ood:
@@ -73,7 +78,10 @@ def evaluate_targets(prediction: Prediction, target: Tensor, part: str, scale: f
     if likelihood.noisy and scale != 1:
         prediction, target = _rescale(prediction, scale), target.double() * scale
     metrics = METRICS if likelihood.of_classes else REGRESSION_METRICS
-    return {str(MetricName(name, part)): metric(prediction, target) for name, metric in metrics.items()}
+    rows, labels = labelled_rows(prediction, target)
+    found = {str(MetricName(name, part)): metric(rows, labels) for name, metric in metrics.items()}
+    of_masks = prediction.positions and likelihood.of_classes
+    return found | ({str(MetricName("miou", part)): mean_iou(prediction, target)} if of_masks else {})
 
 
 def _rescale(prediction: Prediction, scale: float) -> Prediction:
@@ -124,7 +132,7 @@ def fit_scores(
     scores: dict[str, FittedScore] = {}
     for x, y in train:
         prediction = predict(x)
-        if prediction.features is None:
+        if prediction.features is None or prediction.positions:  # they are of one hidden vector an input
             return {}
         if not scores:
             scores = make_all(prediction.features.shape[1], num_classes, output=output)

@@ -157,11 +157,15 @@ def make_network(name: str) -> nn.Module:
 def restore_model(config: Config, task: Task, weights: Path) -> nn.Module:
     """The trained model of a config, from the file of its weights, in evaluation mode.
 
-    The weights may be those of the method that it is trained as: its scales are then 1.
+    The weights may be those of the method that it is trained as: its scales are then 1, or there is no posterior yet.
     """
-    model = METHODS[config.method].build(task.backbone, task.num_outputs, config.settings)
+    method = METHODS[config.method]
+    model = method.build(task.backbone, task.num_outputs, config.settings)
     try:
-        model.load_state_dict(unit_scales(model) | read_tensors(run_folder.read_file(weights)))
+        tensors = read_tensors(run_folder.read_file(weights))
+        if method.take_over is not None and not tensors.keys() >= model.state_dict().keys():
+            tensors = method.take_over(model, tensors)
+        model.load_state_dict(unit_scales(model) | tensors)
     except DamagedModel:
         raise
     except (ValueError, RuntimeError) as error:

@@ -30,6 +30,7 @@ from afield.experiment.config import Config
 from afield.experiment.distributed import explain_failures, on_first_rank, rank_and_world
 from afield.experiment.evaluation import evaluate, fit_scores, output_layer, targets
 from afield.experiment.model_folder import restore_model
+from afield.experiment.position_metrics import kept_pictures
 from afield.experiment.run_folder import Results, Run, evenly_spaced_rows
 from afield.experiment.task_parts import parts_of, predict_batches
 from afield.experiment.training import OnEpoch, batches, fit
@@ -172,9 +173,11 @@ def _reuse_same_training(config: Config, out: Path, task: Task) -> None:
     source = run_folder.read(out / same.folder)
     if Config.from_dict(source.config) != same:
         return
-    model, calibrate = restore_model(config, task, source.folder / run_folder.MODEL), METHODS[config.method].calibrate
-    if calibrate is not None:
-        calibrate(model, batches(task.val), config.settings)
+    model, method = restore_model(config, task, source.folder / run_folder.MODEL), METHODS[config.method]
+    if method.take_over is not None:
+        method.finish(model, batches(task.train), batches(task.val), config.settings)
+    elif method.calibrate is not None:
+        method.calibrate(model, batches(task.val), config.settings)
     run_folder.write(folder / run_folder.LOG, (source.folder / run_folder.LOG).read_bytes())
     # The model last: with it, training is over.
     run_folder.write_hashed(folder / run_folder.MODEL, _pack_model(model))
@@ -208,15 +211,22 @@ def _evaluate_model(
         "ms_per_example": 1e3 * seconds_per_example,
         "parameters": sum(p.numel() for p in model.parameters()),
     }
-    arrays = _arrays_of(task) | _drawn_features(predictions)
-    arrays[LOGIT_SCALE] = torch.tensor(logit_scale_of(model), dtype=torch.float64)
-    return Results(predictions, arrays, evaluate(task, predictions, fitted), cost)
+    metrics, scale = evaluate(task, predictions, fitted), torch.tensor(logit_scale_of(model), dtype=torch.float64)
+    if predictions["val"].positions:
+        kept = {} if config.blind else kept_pictures(task, predictions)
+        return Results({}, kept | {LOGIT_SCALE: scale}, metrics, cost)
+    return Results(predictions, _arrays_of(task) | _drawn_features(predictions) | {LOGIT_SCALE: scale}, metrics, cost)
 
 
 def _combine_members(
     config: Config, out: Path, task: Task, *, on_epoch: OnEpoch, fabric: "Fabric | None"
 ) -> Results | None:
     """Predictions and metrics of an ensemble, from the runs of its members; None but on the first process."""
+    if getattr(task.backbone(), "dimensions", 0):
+        raise ValueError(
+            f"{config.method} combines what its members have kept of every input, and runs on {config.task}, which "
+            "answers at every position, keep a few pictures alone: use a method of one model."
+        )
     runs = [run(member, out, on_epoch=on_epoch, fabric=fabric) for member in config.members]
     if rank_and_world(fabric)[0] != 0:
         return None

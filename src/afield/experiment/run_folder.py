@@ -76,6 +76,11 @@ class Run:
         """Names of the parts that have predictions."""
         return [name.removesuffix("/logits") for name in self._names if name.endswith("/logits")]
 
+    @property
+    def arrays(self) -> tuple[str, ...]:
+        """Names of all arrays."""
+        return self._names
+
     def prediction(self, part: str) -> Prediction:
         """The prediction of a part of the task, without members and hidden vectors."""
         fields: dict[str, Any] = {f: self.array(f"{part}/{f}") for f in _FIELDS if f"{part}/{f}" in self}

@@ -109,6 +109,11 @@ SUITES["imagenet"] = _table("imagenet", "ImageNet (paper: table imagenet)", ROWS
 SUITES["genomics"] = _table("genomics", "Bacteria (paper: table genomics)", ROWS)
 SUITES["genomics-ren2019"] = _table("genomics-ren2019", "Bacteria, the published example of 1,001 reads", ROWS)
 SUITES["fashion"] = _table("fashion", "Fashion-MNIST, all crosses", (*SINGLE, *CROSSES))
+SUITES["shapes"] = Suite(
+    "Segmentation of drawn shapes, foreign objects in some pictures",
+    {"shapes-segmentation": ("dnn", "dnn-temperature", "attach", "dnn-gp", "sngp")},
+    {"smoke": 1, "small": 3, "paper": 3},
+)
 SUITES["uci"] = Suite(
     "Regression on UCI sets, a split for every seed",
     {name: REGRESSION if rows <= _MOST_ROWS_EXACT else REGRESSION[:-1] for name, (_, rows) in uci.SETS.items()},

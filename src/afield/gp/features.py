@@ -256,6 +256,13 @@ class RandomFeatures(ExactBuffers):
         radius = h.norm(dim=-1).amax().clamp_min(1e-30).to(self.radius) if self.grow else self.radius
         return shift, gain, self.length_scale.new_tensor(scale), radius
 
+    def distances(self, h: Tensor, others: Tensor) -> Tensor:
+        """Distances (N, M) between hidden vectors (N, d) and (M, d), as the kernel sees them: in length scales."""
+        wide = torch.promote_types(self.weight.dtype, torch.float32)
+        shift, gain, length_scale, _ = (own.to(wide) for own in self._learned())
+        z, z_of_others = (self._coordinates(rows.to(wide), shift, gain) / length_scale for rows in (h, others))
+        return torch.cdist(z, z_of_others)
+
     def mapped(self, h: Tensor) -> Tensor:
         """The coordinates of h before they are standardised."""
         return GEOMETRIES[self.geometry].map(h)

@@ -144,7 +144,7 @@ class GaussianProcessHead(HeadState):
         return self.variance_features(self.checked(h))
 
     def forward(self, h: Tensor) -> Tensor:
-        """The logits f (N, K), of h (N, ..., d) as (N, ..., K), like a Linear. No side effect on the posterior, ever."""
+        """The logits f (N, K); of h (N, ..., d), (N, ..., K), like a Linear. No side effect on the posterior, ever."""
         zeros = handed_over(self, h, self.out_features)
         if zeros is not None:
             return zeros

@@ -157,7 +157,8 @@ class HeadState(ExactBuffers):
         """Switch p-values off until calibrated again."""
         self.reference, self.reference_spans = self.reference[:0].clone(), self.reference_spans[:0].clone()
         self.label_reference = self.label_reference[:0].clone()
-        self.input_reference, self.reference_draws = self.input_reference[:0].clone(), torch.ones_like(self.reference_draws)
+        self.input_reference = self.input_reference[:0].clone()
+        self.reference_draws = torch.ones_like(self.reference_draws)
 
     def forget_score(self) -> None:
         """Switch p-values and the joined score off until calibrated again: their sources have changed."""

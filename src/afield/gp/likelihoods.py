@@ -197,7 +197,7 @@ def _check_labels(y: Tensor, outputs: int) -> Tensor:
     if y.dim() != 2 or y.shape[1] != outputs:
         raise ValueError(
             f"The model has {outputs} labels, each of which applies or not: targets must have shape (N, {outputs}), got "
-            f"{tuple(y.shape)}. For classes, one of which applies, convert the network with likelihood=\"categorical\"."
+            f'{tuple(y.shape)}. For classes, one of which applies, convert the network with likelihood="categorical".'
         )
     good = ((y == 0) | (y == 1)).all(1)
     if not bool(good.all()):

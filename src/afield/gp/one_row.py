@@ -290,8 +290,8 @@ class _Classes:
             row(probs[None]),
             None,
             h,
-            p_value,
-            None if joined is None else row(numbers[1:2]),
+            p_value=p_value,
+            joined=None if joined is None else row(numbers[1:2]),
             num_reference=torch.tensor([count]) if self._spans else count,
             **self._known,
         )

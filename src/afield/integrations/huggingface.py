@@ -159,8 +159,11 @@ class FitPosterior(TrainerCallback):
             self.calibration = calibrate(self.model, every_example_once(held_out), **self.options)
 
 
-def save_pretrained(model: SNGP, folder: str | os.PathLike[str], tokenizer: Any = None) -> Path:
-    """Write model, configuration and tokenizer (or image processor) to one folder: safetensors and JSON alone."""
+def save_pretrained(model: SNGP, folder: str | os.PathLike[str], tokenizer: Any = None, **neighbours: Any) -> Path:
+    """Write model, configuration and tokenizer (or image processor) to one folder: safetensors and JSON alone.
+
+    `neighbours` and `train` as in `afield.save`.
+    """
     config = getattr(model.net, "config", None)
     if not isinstance(config, transformers.PretrainedConfig):
         raise TypeError(
@@ -172,7 +175,7 @@ def save_pretrained(model: SNGP, folder: str | os.PathLike[str], tokenizer: Any 
     config.save_pretrained(folder)
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
-    return save(model, folder, metadata={"labels": labels_of(model)})
+    return save(model, folder, metadata={"labels": labels_of(model)}, **neighbours)
 
 
 def from_pretrained(folder: str | os.PathLike[str]) -> SNGP:

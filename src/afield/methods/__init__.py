@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from afield.methods.attached import attached
 from afield.methods.augmix import augmix
 from afield.methods.dense import dense
 from afield.methods.dropout import mc_dropout
@@ -21,6 +22,7 @@ from afield.registry import Registry
 METHODS: Registry[Method[Any]] = Registry("method")
 METHODS["dnn"] = dense()
 METHODS["dnn-temperature"] = with_temperature(METHODS["dnn"])
+METHODS["attach"] = attached(METHODS["dnn"])
 METHODS["dnn-sn"] = dense(bounded=True)
 METHODS["dnn-sn-temperature"] = with_temperature(METHODS["dnn-sn"])
 METHODS["dnn-gp"] = gaussian_process()

@@ -1,5 +1,6 @@
 """Dense output layer: `dnn`, and `dnn-sn` with bounded hidden layers."""
 
+import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
@@ -10,21 +11,27 @@ from afield.gp.likelihoods import LIKELIHOODS
 from afield.methods.method import BackboneFactory, Method, check_likelihood
 from afield.model.convert import BoundRules, bound_layers
 from afield.model.evaluating import evaluating
+from afield.prediction.positions import at_positions
 from afield.prediction.prediction import Prediction
 from afield.prediction.predictive import to_probs
 from afield.settings import Settings
 
-_OUTPUT = "1"
+OUTPUT = "1"  # name of the output layer
+_LAYERS = {0: nn.Linear, 1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
 
 
 class Dense(nn.Sequential):
-    """A backbone and a Linear. For real targets it has a noise variance, which `finish` takes from validation data."""
+    """A backbone and a Linear; a 1x1 convolution over hidden vectors at positions, of which `dimensions` tells.
+
+    For real targets it has a noise variance, which `finish` takes from validation data."""
 
     noise: Tensor
 
     def __init__(self, backbone: BackboneFactory, num_outputs: int, settings: Settings) -> None:
         hidden = backbone()
-        super().__init__(hidden, nn.Linear(int(hidden.out_features), num_outputs))  # type: ignore[arg-type]
+        dimensions, width = getattr(hidden, "dimensions", 0), int(hidden.out_features)  # type: ignore[arg-type]
+        output = _LAYERS[dimensions](width, num_outputs, *[1] * bool(dimensions))  # type: ignore[arg-type]
+        super().__init__(hidden, output)
         self.likelihood = check_likelihood(settings)
         self.register_buffer("noise", torch.ones((), dtype=torch.float64))
 
@@ -34,7 +41,7 @@ def dense(*, bounded: bool = False) -> Method[Dense]:
 
     def build(backbone: BackboneFactory, num_outputs: int, settings: Settings = Settings(), /) -> Dense:
         net = Dense(backbone, num_outputs, settings)
-        bound_layers(net, bound_rules(settings) if bounded else None, skip=_OUTPUT)
+        bound_layers(net, bound_rules(settings) if bounded else None, skip=OUTPUT)
         return net
 
     return Method(build, predict, finish=fit_noise)
@@ -59,7 +66,8 @@ def predict_hidden(model: nn.Sequential, hidden: Tensor) -> Prediction:
     if isinstance(model, Dense) and LIKELIHOODS[model.likelihood].noisy:
         variance = torch.zeros_like(output[:, 0])
         return Prediction(output, variance, features=hidden, noise=float(model.noise), likelihood=model.likelihood)
-    return Prediction(output, probs=to_probs(output), features=hidden)
+    prediction = Prediction(output, features=hidden)
+    return dataclasses.replace(prediction, probs=at_positions(prediction, lambda rows: to_probs(rows.logits)))
 
 
 def fit_noise(model: Dense, train: Iterable[Any], val: Iterable[Any], settings: Settings = Settings(), /) -> None:

@@ -57,7 +57,7 @@ def gaussian_process(*, bounded: bool = False, settings: Mapping[str, Any] = Map
         net = Dense(backbone, num_outputs, settings)
         return sngp(nn.Sequential(*net), bound_rules(settings) if bounded else None, **of_head(settings))
 
-    return Method(build, predict_gp, finish=_finish, settings=settings)
+    return Method(build, predict_gp, finish=finish_gp, settings=settings)
 
 
 def of_head(settings: Settings) -> dict[str, Any]:
@@ -71,7 +71,8 @@ def of_calibration(settings: Settings, train: Iterable[Any]) -> dict[str, Any]:
     return {"amplitude": settings.amplitude, "logit_scale": settings.logit_scale, "score": settings.score} | fitted
 
 
-def _finish(model: SNGP, train: Iterable[Any], val: Iterable[Any], settings: Settings = Settings(), /) -> None:
+def finish_gp(model: SNGP, train: Iterable[Any], val: Iterable[Any], settings: Settings = Settings(), /) -> None:
+    """Fit the posterior, and calibrate."""
     fit_posterior(model, train, progress=False)
     calibrate(model, val, **of_calibration(settings, train), progress=False)
 

@@ -84,6 +84,8 @@ class Method(Generic[Model]):
     trained_as  the method whose training is the same, or None
     hidden      as `predict`, where only the hidden vectors of a prediction count; None: `predict`
     calibrate   model, validation batches, settings: the last step of `finish`, which `trained_as` lacks, or None
+    take_over   (model, state of a model of `trained_as`) -> state of the model, whose `finish` then does the rest;
+                None: the states are the same but for what `calibrate` sets
     own_dropout  whether a rate of dropout in the settings makes the training another one
     settings    that it has unless others are given
     """
@@ -97,5 +99,6 @@ class Method(Generic[Model]):
     trained_as: "Method[Model] | None" = None
     hidden: Predict[Model] | None = None
     calibrate: Calibrate[Model] | None = None
+    take_over: Callable[[Model, Mapping[str, Tensor]], dict[str, Tensor]] | None = None
     own_dropout: bool = False
     settings: Mapping[str, Any] = field(default_factory=dict)

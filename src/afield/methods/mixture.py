@@ -27,7 +27,9 @@ from afield.gp.likelihoods import LIKELIHOODS
 from afield.methods.average import average
 from afield.methods.method import Model
 from afield.model.calibration import cut_in_two
+from afield.model.positions import sample_rows
 from afield.model.sngp_model import SNGP
+from afield.prediction.positions import at_positions
 from afield.prediction.prediction import Prediction, likelihood_of
 from afield.prediction.predictive import shrink, to_probs
 
@@ -91,7 +93,8 @@ def rescale(prediction: Prediction, scales: Scales) -> Prediction:
         return prediction
     logits, variance = scales.logit_scale * prediction.logits, prediction.variance
     variance = None if variance is None else scales.amplitude**2 * variance
-    return replace(prediction, logits=logits, variance=variance, probs=_probs(logits, variance))
+    scaled = replace(prediction, logits=logits, variance=variance)
+    return replace(scaled, probs=at_positions(scaled, lambda rows: _probs(rows.logits, rows.variance)))
 
 
 def calibrate_mixture(
@@ -109,12 +112,14 @@ def calibrate_mixture(
     """
     found, targets = [], []
     for x, y in val:
-        found.append([replace(part, features=None, p_value=None).to("cpu") for part in parts(x)])
-        targets.append(y.cpu())
+        whole = [replace(part, features=None, p_value=None).to("cpu") for part in parts(x)]
+        rows, y = sample_rows(whole, x, y.cpu())
+        found.append(rows)
+        targets.append(y)
     if not found:
         raise ValueError("Calibration got no validation batches: there is nothing to calibrate on.")
-    whole = [Prediction.cat(batches) for batches in zip(*found, strict=True)]
-    scales = fit_scales(whole, torch.cat(targets), logit_scale=logit_scale, fixed_amplitude=fixed_amplitude)
+    joined = [Prediction.cat(batches) for batches in zip(*found, strict=True)]
+    scales = fit_scales(joined, torch.cat(targets), logit_scale=logit_scale, fixed_amplitude=fixed_amplitude)
     set_scales(model, kind, scales)
 
 

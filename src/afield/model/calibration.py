@@ -36,7 +36,7 @@ from afield.model.evaluating import evaluating
 from afield.model.hidden import Hidden, Sample, check_target
 from afield.model.labels import calibrate_labels
 from afield.model.noise import balance_outputs
-from afield.model.positions import CALIBRATED, FITTED, IGNORED, keys_of, mask_of, predict_positions
+from afield.model.positions import CALIBRATED, IGNORED, OBSERVED, keys_of, mask_of, predict_positions
 from afield.model.progress import track
 from afield.model.sngp_model import SNGP
 from afield.model.targets import other_kind, warn_of_kind
@@ -116,8 +116,8 @@ def calibrate(
     fit_fraction  the part of the data that chooses the parameters and fixes the score; the rest is the reference. None:
                   two thirds, of which the joined score takes a half of all
     seed          of the permutation that cuts the data
-    num_positions how many positions of each input are looked at where the network answers at every pixel or token, drawn
-                  by a hash of the input. Inputs as a whole are scored by all their positions, in a second pass
+    num_positions how many positions of each input are looked at where the network answers at every pixel or token,
+                  drawn by a hash of the input. Inputs as a whole are scored by all their positions, in a second pass
     ignore_index  the label of positions that are left out
 
     Warns where the calibrated model cannot be told from guessing. Under torch.distributed give every rank the same
@@ -157,7 +157,6 @@ def calibrate(
         y = check_target(given, head)
         warn_of_kind(other_kind(head, given))
         weight = None if weights is None else torch.cat([batch.weight for batch in batches if batch.weight is not None])
-        keys = [key for batch in batches for key in batch.keys or ()]
         draws = num_positions if examples.have_positions else 1
         count = hidden.shape[0] // draws  # of inputs, each with so many rows
         if count < _FEWEST:
@@ -172,7 +171,7 @@ def calibrate(
         head.set_label_scales(head.label_scales[:0])
         head.chosen_score.forget()
         if train is not None and score is not None:
-            seen = Hidden(model, train, keep=False, progress=progress, sample=Sample(FITTED, ignore_index), **fields)
+            seen = Hidden(model, train, keep=False, progress=progress, sample=Sample(OBSERVED, ignore_index), **fields)
             head.chosen_score.take(_constants(head, score, seen))
         free = head.score == JOINED or head.chosen_score.fitted  # of the parameters
         fraction = fit_fraction or (JOINED_FRACTION if free else FIT_FRACTION)
@@ -206,7 +205,7 @@ def calibrate(
         if reference.has_labels and draws == 1:
             head.set_label_reference(doubts(reference))
         if examples.have_positions:
-            head.set_input_reference(_input_scores(model, head, examples, [keys[i] for i in rest.tolist()]))
+            head.set_input_reference(_input_scores(model, head, examples, [examples.keys[i] for i in rest.tolist()]))
         nuisance = float(head.noise if likelihood.noisy else head.logit_scale)
         _warn_of_guessing(head, objective, objective.loss(nuisance, amplitude**2), y[fit])
     smallest = fewest_rows(head.reference, head.reference_spans) // draws
@@ -237,8 +236,9 @@ def _input_scores(model: SNGP, head: GaussianProcessHead, examples: Hidden, keys
             scores.append(input_score(predict_positions(head, h[wanted], mask).score(), mask))
     if lost := sum(count for count in missing.values() if count > 0):
         raise ValueError(
-            f"calibrate reads the held-out data twice where inputs have positions, and {lost} of {len(keys)} inputs were "
-            "not there the second time. Give a DataLoader or a list of batches, without random changes of the inputs."
+            f"calibrate reads the held-out data twice where inputs have positions, and {lost} of {len(keys)} "
+            "inputs were not there the second time. Give a DataLoader or a list of batches, without random changes of "
+            "the inputs."
         )
     return torch.cat(scores)
 
@@ -256,7 +256,7 @@ def _constants(head: GaussianProcessHead, name: str, examples: Hidden) -> Consta
     score = FITTED[name](head.in_features, num_classes or 1, output=layer, device=head.ridge.device)
     if score.needs and not num_classes:
         raise ValueError(f"The score {name} needs classes, got a {head.likelihood} head: use score='knn'.")
-    for h, target, *_ in examples:
+    for h, target, _ in examples:
         if "target" in score.needs and target is None:
             raise examples.without_target(f"The score {name}")
         classes = None if target is None or not num_classes else check_target(target, head)

@@ -280,7 +280,7 @@ def _data_term(head: GaussianProcessHead, examples: Hidden, x: Tensor) -> Tensor
     (classes, features, starts), seen = x.shape, 0
     flat = x.transpose(0, 1).reshape(features, -1)
     total = torch.zeros_like(flat)
-    for h, *_ in examples:
+    for h, _, _ in examples:
         phi = head.variance_phi(h).double()
         weights = head.curvature_weights(head(h))
         along = (phi @ flat).unflatten(1, (classes, starts)) * weights.double()[..., None]

@@ -20,7 +20,16 @@ from afield.gp.head import GaussianProcessHead
 
 _POSTERIOR = (  # what fitting and calibrating set
     *("ridge", "amplitude", "logit_scale", "noise", "training_error"),
-    *("label_reference", "label_scales", "reference", "reference_spans", "reference_count", "reference_draws", "input_reference", "score_name"),
+    *(
+        "label_reference",
+        "label_scales",
+        "reference",
+        "reference_spans",
+        "reference_count",
+        "reference_draws",
+        "input_reference",
+        "score_name",
+    ),
     *("shift", "gain", "length_scale", "radius"),
 )
 _SUMS = (

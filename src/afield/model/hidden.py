@@ -26,18 +26,14 @@ _SCALE_ROWS = 4096  # hidden vectors whose distances set the length scale
 
 
 class Examples(NamedTuple):
-    """One batch: hidden vectors (N, d), targets and weights (N,) where there are any.
-
-    keys  of the inputs whose positions the rows are (`model.positions`), in order; None: rows are inputs
-    """
+    """One batch: hidden vectors (N, d), targets and weights (N,) where there are any."""
 
     h: Tensor
     target: Tensor | None
     weight: Tensor | None
-    keys: list[int] | None = None
 
     def to(self, device: torch.device | None) -> "Examples":
-        return Examples(*(None if t is None else t.to(device) for t in self[:3]), self.keys)  # type: ignore[arg-type]
+        return Examples(*(None if t is None else t.to(device) for t in self))  # type: ignore[arg-type]
 
 
 class Sample(NamedTuple):
@@ -48,7 +44,7 @@ class Sample(NamedTuple):
     exactly       that many of every input, by turns where it has fewer
     """
 
-    count: int | None = positions.FITTED
+    count: int | None = positions.OBSERVED
     ignore_index: int = positions.IGNORED
     exactly: bool = False
 
@@ -75,9 +71,10 @@ class Hidden:
         keep: bool = True,
         fitting: bool = False,
         progress: bool | None = None,
-        sample: Sample = Sample(),
+        sample: "Sample | None" = None,
     ) -> None:
-        self.sample, self.num_inputs, self.have_positions = sample, 0, False
+        self.sample, self.have_positions = sample or Sample(), False
+        self.num_inputs, self.keys = 0, list[int]()  # of the inputs with positions that gave rows, in their order
         self.model, self.loader, self.keep, self.progress = model, loader, keep, progress
         self.target, self.inputs = target, inputs
         self._to_check = fitting
@@ -92,7 +89,7 @@ class Hidden:
             yield from (examples.to(self.device) for examples in self._cache)
             return
         cache: list[Examples] = []
-        keep, size, self.num_inputs = self.keep, 0, 0
+        keep, size, self.num_inputs, self.keys = self.keep, 0, 0, []
         for batch in track(self.loader, "hidden features", show=self.progress):
             examples = self._examples(batch, self.num_inputs)
             size += examples.h.nbytes
@@ -152,11 +149,11 @@ class Hidden:
                 valid = valid & (target != self.sample.ignore_index).reshape(shape)
         keys = positions.keys_of(args, kwargs, len(h), before)
         index, owner = positions.draw(valid, keys, self.sample.count, exactly=self.sample.exactly)
+        self.keys += [keys[i] for i in owner.unique_consecutive().tolist()]
         return Examples(
             h.flatten(0, -2)[index],
             None if target is None else target[index],
             None if weight is None else weight[owner],
-            [keys[i] for i in owner.unique_consecutive().tolist()],
         )
 
     def without_target(self, what: str) -> ValueError:
@@ -195,7 +192,7 @@ def adapt(features: RandomFeatures, examples: Hidden) -> None:
     Weights count in the moments; the length scale looks at the vectors themselves.
     """
     total, rows, step, kept = None, 0, 1, torch.zeros(0)
-    for h, _, weight, _ in examples:
+    for h, _, weight in examples:
         double = features.mapped(h.double())
         count = h.shape[0] if weight is None else float(weight.sum())
         weighted = double if weight is None else double * weight[:, None]

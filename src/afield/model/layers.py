@@ -21,8 +21,8 @@ def unwrapped(net: nn.Module) -> nn.Module:
     """
     if lazy := [name for name, parameter in net.named_parameters() if is_lazy(parameter)]:
         raise ValueError(
-            f"{type(net).__name__} has layers whose size is not known yet ({', '.join(lazy[:3])}): run one batch through "
-            "it first, net(x), and convert it then."
+            f"{type(net).__name__} has layers whose size is not known yet ({', '.join(lazy[:3])}): run one batch "
+            "through it first, net(x), and convert it then."
         )
     while isinstance(inner := _inside(net), nn.Module):
         net = inner

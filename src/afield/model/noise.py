@@ -106,7 +106,7 @@ def learn_input_noise(head: GaussianProcessHead, examples: Hidden) -> None:
     residuals = Residuals(head)
     head.factor()
     rows, step, kept = 0, 1, None
-    for h, target, weight, _ in examples:
+    for h, target, weight in examples:
         if target is None:
             raise examples.without_target('fit_posterior with noise="input"')
         squares = residuals.of(h, target).square()

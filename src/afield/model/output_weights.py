@@ -28,7 +28,7 @@ from afield.model.batches import Field, Inputs
 from afield.model.evaluating import evaluating
 from afield.model.hidden import Hidden, Sample, adapt, check_target
 from afield.model.noise import noise_variance
-from afield.model.positions import FITTED, IGNORED
+from afield.model.positions import IGNORED, OBSERVED
 from afield.model.progress import track
 from afield.model.sngp_model import SNGP
 from afield.model.targets import warn_of_kind
@@ -111,7 +111,7 @@ def fit_head(
     inputs: Inputs = None,
     weights: Tensor | None = None,
     tolerance: float = 1e-4,
-    num_positions: int | None = FITTED,
+    num_positions: int | None = OBSERVED,
     ignore_index: int = IGNORED,
     progress: bool | None = None,
 ) -> HeadFit:
@@ -145,7 +145,7 @@ def fit_head(
         if twice:
             adapt(head.random_features, examples)
         phis, targets, of_examples = [], [], []
-        for h, y, weight, _ in examples:
+        for h, y, weight in examples:
             if y is None:
                 raise examples.without_target("fit_head")
             phis.append(head.features(h))

@@ -6,9 +6,9 @@ The head sees rows. A Linear has its features in the last dimension already; a 1
 and `ChannelsFirst` turns them. Predictions go through the head in blocks, so that features of all pixels are never in
 memory at once.
 
-An image has more positions than a fit needs, so `draw` takes a few of each. Which ones is decided by a hash of the input
-itself: neither its place in the loader, nor its batch, nor the number of processes changes them, and `downdate` removes
-the very positions that were added.
+An image has more positions than a fit needs, so `draw` takes a few of each. Which ones is decided by a hash of the
+input itself: neither its place in the loader, nor its batch, nor the number of processes changes them, and `downdate`
+removes the very positions that were added.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ from afield.prediction.positions import from_rows, input_score, unflatten
 from afield.prediction.prediction import Prediction
 
 BLOCK = 4096  # rows that the head predicts at a time
-FITTED, CALIBRATED = 256, 64  # positions of an input that are used unless another number is given; docs/outputs.md
+OBSERVED, CALIBRATED = 256, 64  # positions of an input that are used unless another number is given; docs/outputs.md
 IGNORED = -100
 _MASK = "attention_mask"
 
@@ -40,9 +40,7 @@ class ChannelsFirst(nn.Module):
         return self.head(x.movedim(1, -1)).movedim(-1, 1)
 
 
-def predict_positions(
-    head: GaussianProcessHead, h: Tensor, mask: Tensor | None = None, **options: Any
-) -> Prediction:
+def predict_positions(head: GaussianProcessHead, h: Tensor, mask: Tensor | None = None, **options: Any) -> Prediction:
     """The prediction for hidden vectors (N, *P, d): logits (N, K, *P), and where calibrated, what is said of inputs.
 
     mask     (N, *P): the positions that are no padding, or None
@@ -70,9 +68,7 @@ def mask_of(kwargs: Mapping[str, Any], shape: Iterable[int]) -> Tensor | None:
     return mask.bool() if isinstance(mask, Tensor) and mask.shape == tuple(shape) else None
 
 
-def draw(
-    valid: Tensor, keys: Sequence[int], count: int | None, *, exactly: bool = False
-) -> tuple[Tensor, Tensor]:
+def draw(valid: Tensor, keys: Sequence[int], count: int | None, *, exactly: bool = False) -> tuple[Tensor, Tensor]:
     """Positions of each input, where valid (N, *P), in an order that its key decides.
 
     Returns their numbers (M,) among all rows (N P,), and the numbers (M,) of the inputs that they belong to.
@@ -92,6 +88,17 @@ def _draw_one(rows: Tensor, key: int, count: int | None, exactly: bool) -> Tenso
         return rows
     order = rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(key))]
     return order[torch.arange(count) % len(order)] if exactly else order[:count]
+
+
+def sample_rows(
+    predictions: Sequence[Prediction], x: Any, target: Tensor, count: int = CALIBRATED
+) -> tuple[list[Prediction], Tensor]:
+    """Predictions of inputs x and their targets (N, *P) as rows of a few positions; as they are without positions."""
+    if not predictions[0].positions:
+        return list(predictions), target
+    args, kwargs = ((), x) if isinstance(x, Mapping) else ((x,), {})
+    index, _ = draw(target != IGNORED, keys_of(args, kwargs, len(target), 0), count)
+    return [prediction.rows()[index] for prediction in predictions], target.flatten()[index]
 
 
 def keys_of(args: Iterable[Any], kwargs: Mapping[str, Any], inputs: int, before: int) -> list[int]:

@@ -22,7 +22,7 @@ from afield.model.evaluating import evaluating
 from afield.model.fingerprint import Fingerprint, digest
 from afield.model.hidden import Hidden, Sample, adapt, check_order
 from afield.model.noise import Residuals, learn_input_noise
-from afield.model.positions import FITTED, IGNORED
+from afield.model.positions import IGNORED, OBSERVED
 from afield.model.ranks import explain_lost_ranks, several_ranks, shard_loader, share_statistics
 from afield.model.sngp_model import SNGP
 from afield.model.targets import likelihood_from_targets, warn_of_kind
@@ -38,7 +38,7 @@ def fit_posterior(
     adapts: bool = True,
     fast: bool = False,
     sharded: bool | None = None,
-    num_positions: int | None = FITTED,
+    num_positions: int | None = OBSERVED,
     ignore_index: int = IGNORED,
     progress: bool | None = None,
 ) -> int:
@@ -110,7 +110,7 @@ def _fit(head: GaussianProcessHead, examples: Hidden, fast: bool) -> int:
 def _observe(head: GaussianProcessHead, examples: Hidden, fast: bool) -> int:
     """Add all examples, of all ranks, and take the noise from their residuals; returns the number of inputs."""
     residuals, noisy = Residuals(head), LIKELIHOODS[head.likelihood].noisy
-    for h, target, weight, _ in examples:
+    for h, target, weight in examples:
         head.observe(h, classes=_classes(head, target), weights=weight, fast=fast)
         if noisy and target is not None:
             residuals.add(h, target, weight)
@@ -132,7 +132,7 @@ def update(
     target: Field | None = None,
     inputs: Inputs = None,
     weights: Tensor | None = None,
-    num_positions: int | None = FITTED,
+    num_positions: int | None = OBSERVED,
     ignore_index: int = IGNORED,
     progress: bool | None = None,
 ) -> int:
@@ -153,7 +153,7 @@ def downdate(
     target: Field | None = None,
     inputs: Inputs = None,
     weights: Tensor | None = None,
-    num_positions: int | None = FITTED,
+    num_positions: int | None = OBSERVED,
     ignore_index: int = IGNORED,
     progress: bool | None = None,
 ) -> int:
@@ -220,7 +220,7 @@ def _revise(model: SNGP, examples: Hidden, change: Callable[..., None]) -> int:
         raise NotFitted("The posterior is not fitted: call afield.fit_posterior(model, train_loader) first.")
     model.check_fresh("update or downdate the posterior")
     with evaluating(model), model.head.revision() as draft:
-        for h, target, weight, _ in examples:
+        for h, target, weight in examples:
             change(draft, h, classes=_classes(draft, target), weights=weight)
     return model.head.num_observed
 

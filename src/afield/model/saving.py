@@ -16,7 +16,7 @@ import os
 import re
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,9 @@ from afield.gp.features import RandomFeatures
 from afield.gp.head_state import ADDED_LATER
 from afield.gp.noise import NoiseShape
 from afield.model import convert
+from afield.model.batches import device_of, split_batch
 from afield.model.class_changes import change_outputs
+from afield.model.evaluating import evaluating
 from afield.model.files import hash_json, read_tensors, sweep, sweep_temporary, tensor_shapes, write_file
 from afield.model.fingerprint import from_digest
 from afield.model.layers import layers_of
@@ -40,14 +42,24 @@ from afield.version import __version__
 
 FORMAT = 3
 INDEX = "afield.json"
-_TENSOR_FILE = re.compile(r"model-[0-9a-f]{16}\.safetensors")
+_TENSOR_FILE = re.compile(r"(model|neighbours)-[0-9a-f]{16}\.safetensors")
 _TRIES = 200  # of a loader whose model is replaced while it reads
 
 
-def save(model: SNGP, path: str | os.PathLike[str], *, metadata: dict[str, Any] | None = None) -> Path:
+def save(
+    model: SNGP,
+    path: str | os.PathLike[str],
+    *,
+    metadata: dict[str, Any] | None = None,
+    neighbours: int = 0,
+    train: Iterable[Any] | None = None,
+) -> Path:
     """Write the model to a folder, replacing the model that is there, atomically.
 
-    `metadata`: anything that JSON can hold, such as class names; `read_index(path)["metadata"]` gives it back.
+    metadata    anything that JSON can hold, such as class names; `read_index(path)["metadata"]` gives it back
+    neighbours  how many examples of `train`, drawn at random, are kept beside the model as they are: `afield serve`
+                shows those that are nearest to an input. `read_neighbours(path)` gives them back
+    train       batches as for `afield.fit_posterior`
     """
     if not isinstance(model, SNGP):
         raise TypeError(
@@ -60,9 +72,15 @@ def save(model: SNGP, path: str | os.PathLike[str], *, metadata: dict[str, Any] 
     with model.head.hold():
         # Tied tensors are written once for each name: safetensors refuses shared storage.
         tensors = {name: t.detach().cpu().contiguous().clone() for name, t in model.state_dict().items()}
-    payload = save_tensors(tensors)
-    digest = hashlib.sha256(payload).hexdigest()
-    file = f"model-{digest[:16]}.safetensors"
+    if neighbours and train is None:
+        raise ValueError(
+            "neighbours are examples of the training data: afield.save(..., neighbours=100, train=loader)."
+        )
+    about, payload = _named("model", save_tensors(tensors))
+    files, kept = {about["file"]: payload}, None
+    if neighbours and train is not None:
+        kept, examples = _named("neighbours", save_tensors(draw_examples(model, train, neighbours)))
+        files[kept["file"]] = examples
     index = {
         "format": FORMAT,
         "afield": __version__,
@@ -71,15 +89,21 @@ def save(model: SNGP, path: str | os.PathLike[str], *, metadata: dict[str, Any] 
         "settings": model.settings | ({"bound": _bounds(model)} if model.kind == "sngp" else {}),
         "in_features": model.head.in_features,
         "out_features": model.head.out_features,
-        "tensors": {"file": file, "bytes": len(payload), "sha256": digest},
+        "tensors": about,
+        "neighbours": kept,
         "fitted_with": None if model.fingerprint is None else model.fingerprint.digest,
         "metadata": metadata or {},
     }
     index = json.loads(json.dumps(index, allow_nan=False))
     text = json.dumps(index | {"sha256": hash_json(index)}, indent=2) + "\n"
     with _one_saver_at_a_time(folder):
-        _publish(folder, file, payload, text)
+        _publish(folder, files, text)
     return folder
+
+
+def _named(kind: str, payload: bytes) -> tuple[dict[str, Any], bytes]:
+    digest = hashlib.sha256(payload).hexdigest()
+    return {"file": f"{kind}-{digest[:16]}.safetensors", "bytes": len(payload), "sha256": digest}, payload
 
 
 def load(path: str | os.PathLike[str], net: nn.Module) -> SNGP:
@@ -119,6 +143,14 @@ def load_with_index(path: str | os.PathLike[str], net: nn.Module) -> tuple[SNGP,
     return model.eval(), index
 
 
+def read_neighbours(path: str | os.PathLike[str]) -> dict[str, Tensor]:
+    """The training examples that were saved beside a model, as `draw_examples` drew them; none: empty."""
+    folder = Path(path)
+    index = read_index(folder)
+    about = index.get("neighbours")
+    return {} if about is None else read_tensors(_read_tensor_file(folder, {"tensors": about}))
+
+
 def _take_buffers(model: SNGP, part: ChosenScore | NoiseShape | None, tensors: dict[str, Tensor]) -> None:
     """Which constants a chosen score or the shape of the noise has, only the file knows."""
     if part is not None:
@@ -154,12 +186,51 @@ def read_index(path: str | os.PathLike[str]) -> dict[str, Any]:
             f"{file} has format {version}, written by afield {index.get('afield')}; this afield ({__version__}) reads "
             f"format {FORMAT}. Upgrade afield."
         )
-    if Path(file_name).name != index["tensors"]["file"]:
-        raise DamagedModel(f"{file} names a tensor file outside its folder: {index['tensors']['file']!r}.")
+    for name in (file_name, str((index.get("neighbours") or index["tensors"])["file"])):
+        if Path(name).name != name:
+            raise DamagedModel(f"{file} names a tensor file outside its folder: {name!r}.")
     return index
 
 
 # Saving
+
+
+@torch.no_grad()
+def draw_examples(model: SNGP, train: Iterable[Any], count: int, *, seed: int = 0) -> dict[str, Tensor]:
+    """Some training examples (M, ...), drawn at random: `hidden` vectors, `target` if there is one, and the inputs.
+
+    An input that is one tensor is `input`; of token ids it is `input_ids`, with -1 where they are masked.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    keys, kept = torch.zeros(0), dict[str, Tensor]()
+    for batch in train:
+        args, kwargs, target = split_batch(batch, device_of(model), net=model.net, wants_target=False)
+        with evaluating(model):
+            found = {"hidden": model.hidden(*args, **kwargs).float()}
+        if len(args) == 1 and isinstance(args[0], Tensor):
+            found["input"] = args[0]
+        elif isinstance(ids := kwargs.get("input_ids"), Tensor):
+            found["input_ids"] = ids.masked_fill(kwargs.get("attention_mask", torch.ones_like(ids)) == 0, -1)
+        if isinstance(target, Tensor):
+            found["target"] = target
+        drawn = torch.rand(len(found["hidden"]), generator=generator)
+        keys = torch.cat([keys, drawn])
+        chosen = keys.argsort()[:count]
+        keys = keys[chosen]
+        kept = {name: _join(kept.get(name), new.detach().cpu())[chosen].clone() for name, new in found.items()}
+    if not kept:
+        raise ValueError("afield.save got no training examples to keep: train is empty. Can it be read only once?")
+    return kept
+
+
+def _join(before: Tensor | None, new: Tensor) -> Tensor:
+    """One after the other; token ids of other lengths are filled up with -1."""
+    if before is None:
+        return new
+    if before.dim() == 2 and before.shape[1] != new.shape[1]:
+        wide = max(before.shape[1], new.shape[1])
+        before, new = (torch.nn.functional.pad(t, (0, wide - t.shape[1]), value=-1) for t in (before, new))
+    return torch.cat([before, new])
 
 
 @contextlib.contextmanager
@@ -184,30 +255,32 @@ def _one_saver_at_a_time(folder: Path) -> Iterator[None]:
         os.close(handle)
 
 
-def _publish(folder: Path, file: str, payload: bytes, text: str) -> None:
+def _publish(folder: Path, files: Mapping[str, bytes], text: str) -> None:
     """Write tensors and index; delete the tensors that they replace, and what killed savers have left."""
-    before = _current_file(folder)
+    before = _current_files(folder)
     try:
-        write_file(folder / file, payload)
+        for file, payload in files.items():
+            write_file(folder / file, payload)
         write_file(folder / INDEX, text.encode())
     except BaseException:
-        if file != _current_file(folder):
+        for file in files.keys() - _current_files(folder):
             (folder / file).unlink(missing_ok=True)
         raise
-    current = {file, _current_file(folder)}
-    if before is not None and before not in current:
-        (folder / before).unlink(missing_ok=True)
+    current = files.keys() | _current_files(folder)
+    for file in before - current:
+        (folder / file).unlink(missing_ok=True)
     now = (folder / INDEX).stat().st_mtime
     sweep_temporary(folder, now)
-    sweep(folder, now, lambda name: _TENSOR_FILE.fullmatch(name) is not None, {name for name in current if name})
+    sweep(folder, now, lambda name: _TENSOR_FILE.fullmatch(name) is not None, current)
 
 
-def _current_file(folder: Path) -> str | None:
-    """The tensor file of the model that is there, if there is one."""
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
-        name = json.loads((folder / INDEX).read_text(encoding="utf-8"))["tensors"]["file"]
-        return name if _TENSOR_FILE.fullmatch(name) else None
-    return None
+def _current_files(folder: Path) -> set[str]:
+    """The tensor files of the model that is there, if there is one."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
+        names = [index["tensors"]["file"], *([index["neighbours"]["file"]] if index.get("neighbours") else [])]
+        return {name for name in names if _TENSOR_FILE.fullmatch(name)}
+    return set()
 
 
 def _bounds(model: SNGP) -> dict[str, float]:

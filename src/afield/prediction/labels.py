@@ -82,7 +82,9 @@ def label_metrics(
         y, logits = target[:, k].to(each.logits.device).long(), each.adjusted_logits()[:, 0]
         both = 0 < int(y.sum()) < len(y)
         found[str(k)] = {
-            name: (auroc(logits[y == 0], logits[y == 1]) if both else float("nan")) if name == "auroc" else METRICS[name](each, y)
+            name: (auroc(logits[y == 0], logits[y == 1]) if both else float("nan"))
+            if name == "auroc"
+            else METRICS[name](each, y)
             for name in names
         }
     whole = torch.tensor([[own[name] for name in names] for own in found.values()], dtype=torch.float64)

@@ -1,15 +1,15 @@
 """Predictions of many answers an input, one at each *position*: a pixel of an image, a token of a text.
 
-Positions P = (H, W), (L,) and so on stand behind the batch: logits (N, K, *P), variance (N, *P), probs (N, C, *P), score
-and p-value (N, *P). `to_rows` makes a plain prediction of it with every position a row, and all that reads rows reads
-that; `at_positions` puts the answers back.
+Positions P = (H, W), (L,) and so on stand behind the batch: logits (N, K, *P), variance (N, *P), probs (N, C, *P),
+score and p-value (N, *P). `to_rows` makes a plain prediction of it with every position a row, and all that reads rows
+reads that; `at_positions` puts the answers back.
 
 The positions of one input depend on each other, so a decision about inputs rests on one number an input,
 
     s = mean of the largest part q of the position scores of the input,        q = `LARGEST_PART`
 
-compared with those of held-out inputs: inputs are exchangeable where positions are not. A part that is small finds small
-foreign objects, a mean is steadier than a maximum.
+compared with those of held-out inputs: inputs are exchangeable where positions are not. A part that is small finds
+small foreign objects, a mean is steadier than a maximum.
 
 p-values of positions have a reference of m positions drawn from each of n held-out inputs:
 
@@ -33,7 +33,18 @@ if TYPE_CHECKING:
     from afield.prediction.prediction import Prediction
 
 LARGEST_PART = 0.02
-_OF_ROWS = ("logits", "variance", "probs", "members", "features", "p_value", "label_p_value", "joined", "fitted", "noise")
+_OF_ROWS = (
+    "logits",
+    "variance",
+    "probs",
+    "members",
+    "features",
+    "p_value",
+    "label_p_value",
+    "joined",
+    "fitted",
+    "noise",
+)
 _OF_INPUTS = ("mask", "input_score", "input_p_value")
 
 
@@ -57,7 +68,8 @@ def from_rows(rows: "Prediction", inputs: int, positions: tuple[int, ...], **fie
     """The inverse of `to_rows`; `fields` are those of inputs."""
     shape = (inputs, *positions)
     found = {n: t for n in _OF_ROWS if isinstance(t := getattr(rows, n), Tensor)}
-    return dataclasses.replace(rows, **{n: unflatten(t, shape, int(n == "members")) for n, t in found.items()}, **fields)
+    shaped = {n: unflatten(t, shape, int(n == "members")) for n, t in found.items()}
+    return dataclasses.replace(rows, **shaped, **fields)
 
 
 def unflatten(values: Tensor, shape: tuple[int, ...], batch: int = 0) -> Tensor:
@@ -93,8 +105,8 @@ def refuse_positions(prediction: "Prediction", what: str) -> "Prediction":
     """The prediction, unless it has positions: an error about what takes one answer an input."""
     if prediction.positions:
         raise ValueError(
-            f"{what} takes predictions of one answer an input, got one with positions {prediction.positions}: pixels or "
-            "tokens of one input are not exchangeable, and no promise would hold. Decide about inputs by "
+            f"{what} takes predictions of one answer an input, got one with positions {prediction.positions}: pixels "
+            "or tokens of one input are not exchangeable, and no promise would hold. Decide about inputs by "
             "accept_inputs(alpha) and input_score, or treat positions as rows, without a promise, by p.rows()."
         )
     return prediction

@@ -230,8 +230,8 @@ class Prediction:
         if n is None:
             raise ValueError(
                 "delta needs p-values of one reference, and these have several, or one that is not known (an "
-                "ensemble's are twice the mean of its members'), or one of positions, which are not exchangeable. Leave "
-                "delta out: at most alpha on average; of inputs with positions, use accept_inputs."
+                "ensemble's are twice the mean of its members'), or one of positions, which are not exchangeable. "
+                "Leave delta out: at most alpha on average; of inputs with positions, use accept_inputs."
             )
         sizes = {n} if isinstance(n, int) else set(n.unique().tolist())
         if self.smallest_p_value is not None:

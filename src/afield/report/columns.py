@@ -1,5 +1,6 @@
 """Which tables a task has, from what its runs have measured: nothing here knows a task by name."""
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -18,10 +19,17 @@ from afield.report.tables import Column, Table, Values, find_in_paper, format_fr
 
 REFERENCE = "gp-exact"
 SPEARMAN = MetricName("spearman", "distance")
-_LABELLED = ("accuracy", "ece", "rmse", "nll", "crps", "interval_coverage")
+_LABELLED = ("accuracy", "miou", "ece", "rmse", "nll", "crps", "interval_coverage")
 _GOALS = {"interval_coverage": 0.95, "false_alarms": ALPHA, "rejected": math.inf, "spearman": math.inf}
+_GOALS |= {"input_false_alarms": ALPHA, "input_rejected": math.inf, "miou": math.inf, "input_auroc": math.inf}
 _GOALS["confidence"] = -math.inf
-_PERCENT = {"accuracy": 2, "false_alarms": 1, "rejected": 1}  # decimals of what is printed in percent
+_PERCENT = {
+    "accuracy": 2,
+    "input_false_alarms": 1,
+    "input_rejected": 1,
+    "false_alarms": 1,
+    "rejected": 1,
+}  # decimals of what is printed in percent
 _WORDS = {"ece": "ECE", "nll": "NLL", "rmse": "RMSE", "crps": "CRPS", "auroc": "AUROC", "aupr": "AUPR", "knn": "kNN"}
 _WORDS |= {"accuracy": "accuracy, %", "interval_coverage": "95% interval holds"}
 _WORDS |= {"dempster_shafer": "Dempster-Shafer", "mahalanobis": "Mahalanobis", "aurc": "AURC"}
@@ -31,6 +39,8 @@ _WORDS |= {"unit_relative_mahalanobis": "relative Mahalanobis, unit vectors", "n
 _WORDS |= {"react": "ReAct", "ash": "ASH", "scale": "SCALE"}
 _WORDS |= {"brier": "Brier", "adaptive_ece": "adaptive ECE", "classwise_ece": "class-wise ECE"}
 _WORDS |= {"aupr_in": "AUPR, in-domain positive", "fpr95": "FPR at 95%"}
+_WORDS |= {"miou": "mean IoU", "input_auroc": "AUROC of inputs", "input_false_alarms": "false alarms of inputs, %"}
+_WORDS |= {"input_rejected": "rejected inputs, %"}
 _WORDS |= {"spearman": "Spearman", "rejected": "rejected, %", "false_alarms": "false alarms, %"}
 
 
@@ -145,12 +155,12 @@ def far_table(task: str, groups: Sequence[Group]) -> Table | None:
 
 def score_tables(task: str, groups: Sequence[Group]) -> list[Table]:
     """AUROC by every score, a table for each OOD set that more than one score was tried on."""
-    tables = []
-    for ood in ood_sets(groups):
-        found = [name for name in metrics_of(groups) if (name.metric, name.data) == ("auroc", ood) and name.score]
+    tables, kinds = [], {"auroc": ("scores", "OOD scores"), "input_auroc": ("input-scores", "OOD scores of inputs")}
+    for ood, (metric, (slug, title)) in itertools.product(ood_sets(groups), kinds.items()):
+        found = [name for name in metrics_of(groups) if (name.metric, name.data) == (metric, ood) and name.score]
         if len(found) > 1:
             columns = [column(name, f"AUROC, test against {ood}", display_name(name.score)) for name in found]
-            tables.append(_table_of(f"scores-{ood}", f"OOD scores: {ood}", task, groups, columns))
+            tables.append(_table_of(f"{slug}-{ood}", f"{title}: {ood}", task, groups, columns))
     return tables
 
 
@@ -158,6 +168,12 @@ def p_value_table(task: str, groups: Sequence[Group]) -> Table | None:
     """What rejecting at 5% does, for methods that have p-values."""
     columns = [column(MetricName("false_alarms", "clean"), "rejected, %", "test (false alarms)")]
     columns += [column(MetricName("rejected", ood), "rejected, %", ood) for ood in ood_sets(groups)]
+    of_inputs = [
+        MetricName("input_false_alarms", "clean"),
+        *(MetricName("input_rejected", o) for o in ood_sets(groups)),
+    ]
+    measured = [name for name in of_inputs if name in metrics_of(groups)]
+    columns += [column(name, "rejected inputs, %", name.qualifier) for name in measured]
     table = _table_of("p-values", f"Rejected at p ≤ {ALPHA:g}", task, groups, columns)
     return table if table.rows else None
 

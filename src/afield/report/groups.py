@@ -130,10 +130,12 @@ class GroupPredictions:
 
 
 def read_predictions(group: Group) -> GroupPredictions | None:
-    """Read them from the folder anew, so that no other parts stay in memory; None without predictions."""
+    """Read them from the folder anew, so that no other parts stay in memory; None without predictions of inputs."""
     if not (group.runs[0].folder / run_folder.PREDICTIONS).is_file():
         return None
     run = run_folder.read(group.runs[0].folder)
+    if "test" not in run.parts:
+        return None
     ood = [part for part in run.parts if part.startswith("ood/")]
     names = ["test/y", "grid/x", "train/x", "train/y", "test/features", "test/rows"]
     names += [f"{part}/{field}" for part in ood for field in ("x", "features")]

@@ -27,6 +27,7 @@ from afield.report.curves import draw_histograms, draw_reliability, draw_risk, d
 from afield.report.groups import Group, GroupPredictions, group_runs, read_predictions
 from afield.report.hidden import draw_hidden
 from afield.report.line import draw_interval_reliability, draw_line
+from afield.report.pixels import draw_pixels
 from afield.report.plane import draw_landscape, draw_surfaces
 from afield.report.plots import Picture
 from afield.report.recorded_runs import add_runs
@@ -61,7 +62,7 @@ def report(root: Path, out: Path | None = None, *, title: str = TITLE) -> Path:
     page = root / "report" / "index.html" if out is None else out if out.suffix == ".html" else out / "index.html"
     page.parent.mkdir(parents=True, exist_ok=True)
     pictures: dict[str, list[Picture]] = {task: [] for task in tasks}
-    for task, draw in track(_drawings(tasks), "drawing", total=len(tasks) * len(DRAWINGS)):
+    for task, draw in track(_drawings(tasks), "drawing", total=len(tasks) * (len(DRAWINGS) + 1)):
         picture = draw()
         if picture is not None:
             pictures[task].append(picture)
@@ -119,6 +120,7 @@ def _drawings(tasks: Mapping[str, Sequence[Group]]) -> Iterator[tuple[str, Calla
         predictions = [each for group in groups if (each := read_predictions(group)) is not None]
         for drawing in DRAWINGS:
             yield task, partial(drawing, task, predictions)
+        yield task, partial(draw_pixels, task, groups)
 
 
 def _without_predictions(tasks: Mapping[str, Sequence[Group]]) -> list[str]:

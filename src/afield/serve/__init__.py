@@ -4,7 +4,8 @@
     protocol    the Open Inference Protocol v2             invocations             as MLflow's servers have it
     batching    requests that arrive together              models                  names, versions, reload
     monitor     drift, recent answers, labels              metrics, logs           for Prometheus, as JSON
-    app         routes and errors                          server                  sockets and signals
+    app, infer  routes and errors                          server                  sockets and signals
+    explain     training examples near an input            tracing                 for OpenTelemetry
 
 A service of ONNX files never imports torch.
 """

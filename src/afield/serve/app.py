@@ -7,6 +7,7 @@ that is too slow, 413 for a body that is too large, 503 with Retry-After where t
 import asyncio
 import contextlib
 import hmac
+import itertools
 import re
 import secrets
 import time
@@ -22,9 +23,9 @@ from starlette.responses import FileResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from afield.serve import protocol
+from afield.serve import infer, protocol, tracing
 from afield.serve.batching import Batcher, Busy
-from afield.serve.engine import BadInput
+from afield.serve.engine import MOST_EXPLAINED, BadInput
 from afield.serve.invocations import parse_invocation, records
 from afield.serve.logs import LOGGER, log
 from afield.serve.metrics import Metrics
@@ -33,6 +34,7 @@ from afield.version import __version__
 
 PAGE = Path(__file__).with_name("page")
 _OPEN = re.compile(r"/(v2/health/(live|ready)|ping|page/[\w.]+)?")  # what is shown without the token
+KNOWN = (HTTPException, BadInput, Busy, TimeoutError, ClientDisconnect)  # errors with an answer of their own
 _ID = re.compile(r"[\w.:@/+=-]{1,128}")
 _TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 _POLICY = "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' blob: data:; connect-src 'self'"
@@ -87,12 +89,11 @@ class Service:
             routes += [
                 Route(base, self.metadata),
                 Route(f"{base}/ready", self.model_ready),
-                Route(f"{base}/infer", self.infer, methods=of["POST"]),
+                Route(f"{base}/explain", self.explain, methods=of["POST"]),
                 Route(f"{base}/labels", self.labels, methods=of["POST"]),
                 Route(f"{base}/monitor", self.monitor),
             ]
-        handlers: Any = {HTTPException: _http_error, Exception: _server_error}
-        handlers |= dict.fromkeys((BadInput, Busy, TimeoutError, ClientDisconnect), _known_error)
+        handlers: Any = {Exception: _server_error} | dict.fromkeys(KNOWN, lambda request, error: _known_error(error))
         return _Frame(Starlette(routes=routes, exception_handlers=handlers, lifespan=self._lifespan), self)
 
     @contextlib.asynccontextmanager
@@ -124,12 +125,6 @@ class Service:
         version = self._version(request)
         return _json({"name": version.model, "ready": True})
 
-    async def infer(self, request: Request) -> Response:
-        version, body = self._version(request), await self._body(request)
-        asked = protocol.parse_infer(body, version.engine, self.limits.max_rows)
-        answers = await self._run(request, version, asked)
-        return _json(protocol.response(version.model, version.name, asked, answers))
-
     async def invocations(self, request: Request) -> Response:
         version = self.models.default
         if version is None:
@@ -137,8 +132,18 @@ class Service:
         body = await self._body(request)
         arrays = parse_invocation(body, request.headers.get("content-type", ""), version.engine)
         asked = protocol.check_request(arrays, version.engine, self.limits.max_rows)
-        answers = await self._run(request, version, asked)
+        answers = await infer.run(self, request.scope, version, asked)
         return _json({"predictions": records(answers)})
+
+    async def explain(self, request: Request) -> Response:
+        version = self._version(request)
+        if (explain := version.engine.explain) is None:
+            raise HTTPException(
+                404, "This model has no training examples: afield.save(..., neighbours=100, train=...)."
+            )
+        asked = protocol.parse_infer(await self._body(request), version.engine, MOST_EXPLAINED)
+        async with asyncio.timeout(self.limits.answer_seconds):
+            return _json({"rows": await asyncio.to_thread(explain, asked.arrays)})
 
     async def labels(self, request: Request) -> Response:
         version = self._version(request)
@@ -164,8 +169,8 @@ class Service:
 
     # Steps of a request
 
-    def _version(self, request: Request) -> Version:
-        model, version = request.path_params["model"], request.path_params.get("version")
+    def find(self, model: str, version: str | None = None) -> Version:
+        """The version of a model that is served now."""
         found = self.models.find(model, version)
         if found is None:
             there = ", ".join(self.models.current.get(model, {}) or self.models.current)
@@ -173,44 +178,19 @@ class Service:
             raise HTTPException(404, f"There is no {what} here, only {there}.")
         return found
 
-    async def _body(self, request: Request) -> bytes:
-        limit, parts, size = self.limits.max_bytes, [], 0
-        declared = request.headers.get("content-length", "0")
-        too_large = HTTPException(413, f"The body has more than {limit} bytes.")
-        if declared.isdecimal() and int(declared) > limit:
-            raise too_large
-        self.reading += 1
-        try:
-            async with asyncio.timeout(self.limits.read_seconds):
-                async for part in request.stream():
-                    size += len(part)
-                    if size > limit:
-                        raise too_large
-                    parts.append(part)
-        except TimeoutError as error:
-            raise HTTPException(408, f"The body took more than {self.limits.read_seconds:g} s.") from error
-        finally:
-            self.reading -= 1
-        return b"".join(parts)
+    def _version(self, request: Request) -> Version:
+        return self.find(request.path_params["model"], request.path_params.get("version"))
 
-    async def _run(self, request: Request, version: Version, asked: protocol.Request) -> dict[str, Any]:
-        request.scope["afield"] |= {"model": version.model, "version": version.name, "rows": asked.rows}
-        try:
-            async with asyncio.timeout(self.limits.answer_seconds):
-                answers = await self.batcher.run(version.engine, asked.arrays, asked.rows)
-        except BadInput:
-            self.metrics.failures.labels(version.model, version.name).inc()
-            raise
-        self.metrics.answered(version.model, version.name, asked.rows, answers)
-        version.monitor.add(asked.id or request.scope["afield"]["request"], asked.arrays, answers)
-        return answers
+    async def _body(self, request: Request) -> bytes:
+        return await infer.read_body(self, dict(request.scope["headers"]), request.receive)
 
 
 class _Frame:
     """Around every request: its id, the token, the log line and the metrics."""
 
     def __init__(self, app: ASGIApp, service: Service) -> None:
-        self.app, self.service = app, service
+        self.app, self.service, self.tracer = app, service, tracing.find_tracer()
+        self.ids = map(f"{secrets.token_hex(4)}{{:08x}}".format, itertools.count())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -218,7 +198,7 @@ class _Frame:
             return
         headers, started = dict(scope["headers"]), time.perf_counter()
         given = headers.get(b"x-request-id", b"").decode("latin-1")
-        about = scope["afield"] = {"request": given if _ID.fullmatch(given) else secrets.token_hex(8)}
+        about = scope["afield"] = {"request": given if _ID.fullmatch(given) else next(self.ids)}
         status = 500
 
         async def send_with_id(message: Message) -> None:
@@ -228,18 +208,29 @@ class _Frame:
                 message["headers"] = [*message.get("headers", []), (b"x-request-id", about["request"].encode())]
             await send(message)
 
-        app: Callable[[Scope, Receive, Send], Awaitable[None]] = self.app
-        if not self._allowed(scope, headers):
-            app = _error(401, "This service asks for Authorization: Bearer TOKEN.", {"www-authenticate": "Bearer"})
         try:
-            await app(scope, receive, send_with_id)
+            await self._choose(scope, headers)(scope, receive, send_with_id)
         finally:
             seconds = time.perf_counter() - started
-            route = getattr(scope.get("route"), "path", "other")
-            self.service.metrics.requests.labels(route, status).inc()
-            self.service.metrics.seconds.labels(route).observe(seconds)
+            route = str(scope.get("afield.route") or getattr(scope.get("route"), "path", "other"))
+            self.service.metrics.request(route, status, seconds)
+            if self.tracer is not None:
+                tracing.record(self.tracer, scope, route=route, status=status, seconds=seconds)
             log("request", **about, method=scope["method"], path=scope["path"][:200], status=status,
                 ms=round(1000 * seconds, 2))  # fmt: skip
+
+    def _choose(self, scope: Scope, headers: dict[bytes, bytes]) -> Callable[[Scope, Receive, Send], Awaitable[None]]:
+        if not self._allowed(scope, headers):
+            return _error(401, "This service asks for Authorization: Bearer TOKEN.", {"www-authenticate": "Bearer"})
+        return self._infer if infer.PATH.fullmatch(scope["path"]) else self.app
+
+    async def _infer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await infer.infer(self.service, scope, receive, send)
+        except KNOWN as error:
+            await _known_error(error)(scope, receive, send)
+        except Exception as error:
+            await _server_error(Request(scope), error)(scope, receive, send)
 
     def _allowed(self, scope: Scope, headers: dict[bytes, bytes]) -> bool:
         token = self.service.token
@@ -265,6 +256,7 @@ def _describe(version: Version | None, versions: list[str] | None = None) -> dic
             "num_reference": len(engine.reference),
             "features": list(engine.features),
             "policy": engine.policy,
+            "explains": engine.explain is not None,
         },
     }
 
@@ -277,11 +269,9 @@ def _error(status: int, message: str, headers: dict[str, str] | None = None) -> 
     return _json({"error": message}, status, headers)
 
 
-def _http_error(request: Request, error: HTTPException) -> Response:
-    return _error(error.status_code, error.detail, dict(error.headers or {}))
-
-
-def _known_error(request: Request, error: Exception) -> Response:
+def _known_error(error: Exception) -> Response:
+    if isinstance(error, HTTPException):
+        return _error(error.status_code, error.detail, dict(error.headers or {}))
     if isinstance(error, Busy):
         return _error(503, str(error), {"retry-after": "1"})
     if isinstance(error, TimeoutError):

@@ -1,15 +1,17 @@
 """Requests that arrive together are answered together: a bounded queue, and a thread for each core that empties it.
 
 A thread takes the oldest request and those behind it that fit beside it: of the same model version, of rows of the same
-shapes, up to `max_batch` rows together. If there is room, and other requests are being read from their sockets right
-now, it waits for them, `max_wait` seconds at most; a request that is alone does not wait. While all threads are busy,
-the next batch gathers by itself.
+shapes, up to `max_batch` rows together; what the event loop has read in one turn is queued in one step. If there is
+room, and other requests are being read from their sockets right now, it waits for them, `max_wait` seconds at most; a
+request that is alone does not wait. While all threads are busy, the next batch gathers by itself.
 
 A batch that fails is answered request by request, so that nobody pays for a neighbour's bad row. What does not fit in
 the queue is refused at once (`Busy`).
 """
 
 import asyncio
+import contextlib
+import itertools
 import threading
 import time
 from collections import deque
@@ -28,12 +30,13 @@ class Busy(RuntimeError):
     """The queue is full."""
 
 
-@dataclass
+@dataclass(slots=True)
 class _Waiting:
     engine: Engine
     arrays: Arrays
     rows: int
-    done: Callable[[Outcome], None]
+    loop: asyncio.AbstractEventLoop
+    future: "asyncio.Future[Arrays]"
     shapes: tuple[Any, ...] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -60,31 +63,31 @@ class Batcher:
     ) -> None:
         self.max_batch, self.max_wait, self.max_queue = max_batch, max_wait, max_queue
         self.expected, self.on_batch = expected, on_batch
-        self.rows = 0  # that wait
+        self._come = self._gone = 0  # rows: the first is the event loop's, the second that of the threads
         self._queue: deque[_Waiting] = deque()
+        self._arriving: list[_Waiting] = []
         self._changed = threading.Condition()
         self._closing = False
         self._threads = [threading.Thread(target=self._work, name=f"afield-{i}", daemon=True) for i in range(threads)]
         for thread in self._threads:
             thread.start()
 
+    @property
+    def rows(self) -> int:
+        """Rows that wait."""
+        return self._come - self._gone
+
     async def run(self, engine: Engine, arrays: Arrays, rows: int) -> Arrays:
         """The answers of an engine to some rows."""
-        loop, future = asyncio.get_running_loop(), asyncio.get_running_loop().create_future()
-
-        def settle(outcome: Outcome) -> None:
-            if future.done():  # nobody waits any more
-                return
-            if isinstance(outcome, BaseException):
-                future.set_exception(outcome)
-            else:
-                future.set_result(outcome)
-
-        def done(outcome: Outcome) -> None:
-            loop.call_soon_threadsafe(settle, outcome)
-
-        self._put(_Waiting(engine, arrays, rows, done))
-        return await future
+        loop = asyncio.get_running_loop()
+        if self._closing or self.rows + rows > max(self.max_queue, rows):
+            raise Busy(f"{self.rows} rows are waiting, of {self.max_queue} that may: try again.")
+        waiting = _Waiting(engine, arrays, rows, loop, loop.create_future())
+        self._come += rows
+        if not self._arriving:
+            loop.call_soon(self._put)
+        self._arriving.append(waiting)
+        return await waiting.future
 
     def close(self) -> None:
         """Answer what is there, then stop."""
@@ -94,29 +97,26 @@ class Batcher:
         for thread in self._threads:
             thread.join()
 
-    def _put(self, waiting: _Waiting) -> None:
+    def _put(self) -> None:
+        """Queue what has arrived in this turn of the event loop: with one lock, and to be answered together."""
         with self._changed:
-            if self._closing or self.rows + waiting.rows > max(self.max_queue, waiting.rows):
-                raise Busy(f"{self.rows} rows are waiting, of {self.max_queue} that may: try again.")
-            self._queue.append(waiting)
-            self.rows += waiting.rows
+            self._queue.extend(self._arriving)
+            self._arriving.clear()
             self._changed.notify()
 
     def _work(self) -> None:
         while batch := self._take():
-            rows = sum(one.rows for one in batch)
-            self.on_batch(rows)
-            for one, outcome in zip(batch, _answer(batch), strict=True):
-                try:
-                    one.done(outcome)
-                except RuntimeError:  # its event loop is gone
-                    continue
+            self.on_batch(sum(one.rows for one in batch))
+            outcomes = _answer(batch)
+            for loop, group in itertools.groupby(zip(batch, outcomes, strict=True), lambda pair: pair[0].loop):
+                with contextlib.suppress(RuntimeError):  # the event loop is gone
+                    loop.call_soon_threadsafe(_settle, list(group))
 
     def _take(self) -> list[_Waiting]:
         """The next batch; empty: there will be none."""
         with self._changed:
             while not self._queue:
-                if self._closing:
+                if self._closing and not self._arriving:
                     return []
                 self._changed.wait()
             batch = [self._queue.popleft()]
@@ -127,7 +127,9 @@ class Batcher:
                 if rows >= self.max_batch or left <= 0 or self._closing or self._queue or not self.expected():
                     break
                 self._changed.wait(left)
-            self.rows -= sum(one.rows for one in batch)
+            self._gone += sum(one.rows for one in batch)
+            if self._queue or self._closing:
+                self._changed.notify_all()
             return batch
 
     def _gather(self, batch: list[_Waiting], room: int) -> int:
@@ -139,6 +141,16 @@ class Batcher:
             batch.append(self._queue.popleft())
             rows += batch[-1].rows
         return rows
+
+
+def _settle(pairs: list[tuple[_Waiting, Outcome]]) -> None:
+    for one, outcome in pairs:
+        if one.future.done():  # nobody waits any more
+            continue
+        if isinstance(outcome, BaseException):
+            one.future.set_exception(outcome)
+        else:
+            one.future.set_result(outcome)
 
 
 def _answer(batch: list[_Waiting]) -> list[Outcome]:

@@ -29,6 +29,8 @@ NUMPY_TYPES = {
 }
 DATATYPES = {np.dtype(kind).name: name for name, kind in NUMPY_TYPES.items()}
 TEXT = "BYTES"
+Explain = Callable[[Arrays], list[dict[str, Any]]]
+MOST_EXPLAINED = 10  # rows of a request
 
 
 class BadInput(ValueError):
@@ -58,6 +60,7 @@ class Engine:
     features    names of the columns of a table, where they are known
     joins       whether requests may be answered in one batch
     num_classes of the answers; 0: real targets
+    explain     inputs -> for each row the training examples near it, and its odd features; None: none were kept
     """
 
     inputs: tuple[TensorSpec, ...]
@@ -73,6 +76,7 @@ class Engine:
     policy: Mapping[str, Any] | None = None
     features: tuple[str, ...] = ()
     joins: bool = True
+    explain: Explain | None = None
 
     @property
     def outputs(self) -> list[TensorSpec]:
@@ -100,10 +104,7 @@ def check_arrays(arrays: Arrays, inputs: Sequence[TensorSpec]) -> int:
         raise BadInput(f"All inputs must have the same number of rows, got {sorted(rows)}.")
     for spec in inputs:
         shape = arrays[spec.name].shape
-        fits = len(shape) == len(spec.shape) and all(
-            b in (-1, a) for a, b in zip(shape[1:], spec.shape[1:], strict=True)
-        )
-        if not fits:
+        if len(shape) != len(spec.shape) or any(b not in (-1, a) for a, b in zip(shape, spec.shape, strict=True)):
             raise BadInput(f"The input {spec.name!r} must have shape {list(spec.shape)}, got {list(shape)}.")
         if arrays[spec.name].dtype.kind == "f":
             _check_finite(spec.name, arrays[spec.name])
@@ -111,7 +112,8 @@ def check_arrays(arrays: Arrays, inputs: Sequence[TensorSpec]) -> int:
 
 
 def _check_finite(name: str, array: np.ndarray) -> None:
-    bad = ~np.isfinite(array).all(axis=tuple(range(1, array.ndim)))
-    if bad.any():
+    finite = np.isfinite(array)
+    if not finite.all():
+        bad = ~finite.all(axis=tuple(range(1, array.ndim)))
         first = ", ".join(map(str, np.flatnonzero(bad)[:5]))
         raise BadInput(f"The input {name!r} must be finite numbers, got others in {bad.sum()} rows (first: {first}).")

@@ -5,12 +5,13 @@ were made, and its own thread counts them, so that nobody waits for it. Where th
 drift goes on after a restart, whatever ended the process.
 """
 
+import bisect
 import collections
-import contextlib
+import itertools
 import logging
-import queue
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,8 @@ from afield.serve.metrics import Metrics
 RECENT, REFUSED, LABELLED = 100, 50, 20_000  # answers that are kept: the last ones, refused ones, those to be labelled
 _MOST_SHOWN = 24  # numbers, and ten times as many characters, of an input
 _BINS = 10
+_AT_ONCE, _PAUSE = 256, 0.05  # requests that are counted together; seconds in which they gather
+_Item = tuple[str, Arrays, Arrays]  # id, inputs and answers of a request
 
 
 class Monitor:
@@ -60,17 +63,21 @@ class Monitor:
         self._answers: collections.OrderedDict[str, Arrays] = collections.OrderedDict()
         self._lock = threading.Lock()
         self._alarmed = self.watch.alarm is not None
-        self._queue: queue.SimpleQueue[tuple[str, Arrays, Arrays] | None] = queue.SimpleQueue()
+        self._answered: collections.deque[_Item] = collections.deque()
+        self._more, self._closing = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._work, name=f"afield-monitor-{name}", daemon=True)
         self._thread.start()
 
     def add(self, id: str, arrays: Arrays, answers: Arrays) -> None:
         """Count the answers to a request, soon."""
-        self._queue.put((id, arrays, answers))
+        self._answered.append((id, arrays, answers))
+        if not self._more.is_set():
+            self._more.set()
 
     def close(self) -> None:
         """Count what is left, and let the folder of state go."""
-        self._queue.put(None)
+        self._closing.set()
+        self._more.set()
         self._thread.join()
         if self._file is not None:
             self._file.close()
@@ -90,8 +97,8 @@ class Monitor:
             del self._answers[id]
             right = np.array([a == b for a, b in zip(given, labels, strict=True)])
             kept = answers.get("accepted", np.ones(len(right), dtype=bool))
-            bins = np.minimum((answers["confidence"] * _BINS).astype(int), _BINS - 1)
-            for k, confidence, ok in zip(bins[kept], answers["confidence"][kept], right[kept], strict=True):
+            bins = np.minimum((answers["probability"] * _BINS).astype(int), _BINS - 1)
+            for k, confidence, ok in zip(bins[kept], answers["probability"][kept], right[kept], strict=True):
                 self.reliability[k] += 1, confidence, ok
             if self.risk is not None:
                 self.risk.update(~right[kept])
@@ -120,54 +127,66 @@ class Monitor:
             }
 
     def _work(self) -> None:
-        while (item := self._queue.get()) is not None:
-            items = [item]
-            with contextlib.suppress(queue.Empty):
-                while len(items) < 64:
-                    if (more := self._queue.get_nowait()) is None:
-                        self._queue.put(None)
-                        break
-                    items.append(more)
-            try:
-                self._count(items)
-            except Exception:
-                logging.getLogger("afield.serve").exception("The monitor of %s failed", self.name)
+        while not self._closing.is_set() or self._answered:
+            self._more.wait()
+            self._more.clear()
+            while self._answered:
+                items = [self._answered.popleft() for _ in range(min(len(self._answered), _AT_ONCE))]
+                try:
+                    self._count(items)
+                except Exception:
+                    logging.getLogger("afield.serve").exception("The monitor of %s failed", self.name)
+            self._closing.wait(_PAUSE)
 
-    def _count(self, items: list[tuple[str, Arrays, Arrays]]) -> None:
-        now = time.time()
+    def _count(self, items: list[_Item]) -> None:
+        answers = {name: np.concatenate([one[name] for _, _, one in items]) for name in items[0][2]}
+        shown = _Shown(items)
+        classes = None if self.watch.num_classes is None else answers["probabilities"].argmax(-1)
         with self._lock:
-            scores = np.concatenate([answers["score"] for _, _, answers in items]).astype(np.float64)
-            shown = [text for _, arrays, answers in items for text in _show(arrays, len(answers["score"]))]
             watch = self.watch if self._file is None else self._file
-            classes = None
-            if self.watch.num_classes is not None:
-                classes = np.concatenate([answers["probabilities"].argmax(-1) for _, _, answers in items])
-            watch.update(scores, classes, shown)
-            start = 0
-            for id, _, answers in items:
-                rows = len(answers["score"])
-                self._remember(id, answers, shown[start : start + rows], now)
-                start += rows
+            watch.update(answers["score"].astype(np.float64), classes, shown)
+            self._remember(items, answers, shown)
+        self.metrics.answered(self.name, self.version, answers)
         self.metrics.drift(self.name, self.version, self.watch)
         if self.watch.alarm is not None and not self._alarmed:
             self._alarmed = True
             fields = {"model": self.name, "version": self.version, **asdict(self.watch.alarm)}
             logging.getLogger("afield.serve").warning("drift", extra={"fields": fields})
 
-    def _remember(self, id: str, answers: Arrays, shown: list[str], now: float) -> None:
-        columns = {name: a.tolist() for name, a in answers.items() if name not in ("probabilities",) and a.ndim == 1}
+    def _remember(self, items: list[_Item], answers: Arrays, shown: "_Shown") -> None:
+        """Keep the last answers for the page, and what labels will be compared with."""
+        accepted = answers.get("accepted", np.ones(len(shown), dtype=bool))
         if "probabilities" in answers:
-            confidence = answers["probabilities"].max(-1)
-            columns["probability"] = confidence.tolist()
-            self._answers[id] = {"confidence": confidence} | {
-                k: answers[k] for k in ("label", "accepted") if k in answers
-            }
+            answers = answers | {"probability": answers["probabilities"].max(-1)}
+            self.expected.update(answers["probability"][accepted])
+            columns = {k: answers[k] for k in ("label", "probability", "accepted") if k in answers}
+            for (id, _, _), first, end in zip(items, shown.firsts, shown.firsts[1:], strict=False):
+                self._answers[id] = {name: array[first:end] for name, array in columns.items()}
             while len(self._answers) > LABELLED:
                 self._answers.popitem(last=False)
-            self.expected.update(confidence[answers["accepted"]] if "accepted" in answers else confidence)
-        for i, text in enumerate(shown):
-            row = {name: values[i] for name, values in columns.items()} | {"id": id, "time": now, "input": text}
-            (self.recent if row.get("accepted", True) else self.refused).append(row)
+        rows, now = {name: a for name, a in answers.items() if a.ndim == 1}, time.time()
+        for kept, chosen in ((self.recent, accepted), (self.refused, ~accepted)):
+            for i in np.flatnonzero(chosen)[-(kept.maxlen or 0) :].tolist():
+                kept.append({k: a[i : i + 1].tolist()[0] for k, a in rows.items()}
+                            | {"id": shown.id(i), "time": now, "input": shown[i]})  # fmt: skip
+
+
+class _Shown(Sequence[str]):
+    """A short text for each row of some requests, made when it is asked for."""
+
+    def __init__(self, items: list[_Item]) -> None:
+        self.items = items
+        self.firsts = [0, *itertools.accumulate(len(answers["score"]) for _, _, answers in items)]
+
+    def __len__(self) -> int:
+        return self.firsts[-1]
+
+    def __getitem__(self, row: Any) -> Any:
+        k = bisect.bisect_right(self.firsts, row) - 1
+        return _show(next(iter(self.items[k][1].values()))[row - self.firsts[k]])
+
+    def id(self, row: int) -> str:
+        return self.items[bisect.bisect_right(self.firsts, row) - 1][0]
 
 
 def _new_watch(engine: Engine, alpha: float) -> Watch:
@@ -183,12 +202,9 @@ def _new_watch(engine: Engine, alpha: float) -> Watch:
     )
 
 
-def _show(arrays: Arrays, rows: int) -> list[str]:
-    """A short text for every row."""
-    array = next(iter(arrays.values()))
-    if array.dtype == object:
-        return [str(text)[: 10 * _MOST_SHOWN] for text in array.tolist()]
-    flat = array.reshape(rows, -1)
-    if flat.shape[1] > _MOST_SHOWN:
-        return [f"{' x '.join(map(str, array.shape[1:]))}, mean {mean:.3g}" for mean in flat.mean(1).tolist()]
-    return [", ".join(f"{value:.4g}" for value in row) for row in flat.tolist()]
+def _show(row: Any) -> str:
+    if isinstance(row, str):
+        return row[: 10 * _MOST_SHOWN]
+    if row.size > _MOST_SHOWN:
+        return f"{' x '.join(map(str, row.shape))}, mean {row.mean():.3g}"
+    return ", ".join(f"{value:.4g}" for value in row.ravel().tolist())

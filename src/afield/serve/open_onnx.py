@@ -30,6 +30,11 @@ def open_onnx(file: Path) -> Engine:
         about = json.loads(session.get_modelmeta().custom_metadata_map[_METADATA])
     except Exception as error:  # onnxruntime's exceptions have no common class of their own
         raise ValueError(f"{file} is not an ONNX file that afield export wrote: {error}") from error
+    if about.get("num_inputs"):
+        raise ValueError(
+            f"{file} answers at positions of every input, such as pixels, and the service answers inputs: open the "
+            "file with onnxruntime itself."
+        )
     labels = tuple(map(str, about["labels"] or ()))
     known = [name for name in about["outputs"] if name != "logits"]
     columns = tuple(name for name in _ORDER if name in {_RENAMED.get(k, k) for k in known})

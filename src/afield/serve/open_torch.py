@@ -15,10 +15,12 @@ from afield.decide.policies import Policy
 from afield.deploy.traced import chosen_alpha
 from afield.experiment.model_folder import is_saved, open_model
 from afield.gp.likelihoods import LIKELIHOODS
-from afield.model.saving import read_index
+from afield.model.saving import read_index, read_neighbours
 from afield.model.sngp_model import SNGP
+from afield.prediction.positions import refuse_positions
 from afield.prediction.prediction import Prediction, likelihood_of
 from afield.serve.engine import DATATYPES, TEXT, Arrays, BadInput, Engine, TensorSpec, name_labels, narrow
+from afield.serve.explain import explainer
 
 Predict = Callable[[Arrays], Prediction]
 
@@ -43,7 +45,8 @@ def open_folder(folder: Path, net: str | None = None, *, alpha: float | None = N
     spec = _input_spec(opened.model, opened.dtype, None if shape is None else tuple(shape))
     engine = _engine(opened.model, _plain(opened.predict, spec, opened.dtype), spec, opened.identity, opened.labels,
                      alpha=alpha, policy=metadata.get("policy"))  # fmt: skip
-    return replace(engine, features=tuple(map(str, metadata.get("columns") or ())))
+    engine = replace(engine, features=tuple(map(str, metadata.get("columns") or ())))
+    return _with_neighbours(engine, folder, opened.model, lambda a: torch.from_numpy(a[spec.name]).to(opened.dtype))
 
 
 def open_estimator(estimator: Any, *, alpha: float | None = None) -> Engine:
@@ -78,19 +81,36 @@ def _open_huggingface(folder: Path, metadata: Mapping[str, Any], alpha: float | 
     if not (folder / "tokenizer_config.json").is_file():  # images, perhaps
         model = from_pretrained(folder).eval()
         spec = _input_spec(model, torch.float32, metadata.get("input_shape"))
-        predict = _plain(model.predict, spec, torch.float32)
-        return _engine(model, predict, spec, identity, tuple(labels_of(model)), alpha=alpha,
-                       policy=metadata.get("policy"))  # fmt: skip
+        engine = _engine(model, _plain(model.predict, spec, torch.float32), spec, identity, tuple(labels_of(model)),
+                         alpha=alpha, policy=metadata.get("policy"))  # fmt: skip
+        return _with_neighbours(engine, folder, model, lambda a: torch.from_numpy(a[spec.name]).float())
     classifier, lock = TextClassifier.from_pretrained(folder), threading.Lock()
 
-    def predict_texts(arrays: Arrays) -> Prediction:
+    def tokenize(arrays: Arrays) -> dict[str, torch.Tensor]:
         with lock:  # tokenizers are not for several threads
-            tokens = classifier.tokenize(arrays["text"].tolist())
-        return classifier.model.predict(tokens)
+            return classifier.tokenize(arrays["text"].tolist())
+
+    def decode(ids: list[int]) -> str:
+        return str(classifier.tokenizer.decode(ids, skip_special_tokens=True))
+
+    def predict_texts(arrays: Arrays) -> Prediction:
+        return classifier.model.predict(tokenize(arrays))
 
     spec = TensorSpec("text", TEXT, (-1,))
-    return _engine(classifier.model, predict_texts, spec, identity, tuple(labels_of(classifier.model)), alpha=alpha,
-                   policy=metadata.get("policy"))  # fmt: skip
+    engine = _engine(classifier.model, predict_texts, spec, identity, tuple(labels_of(classifier.model)), alpha=alpha,
+                     policy=metadata.get("policy"))  # fmt: skip
+    return _with_neighbours(engine, folder, classifier.model, tokenize, decode=decode)
+
+
+def _with_neighbours(
+    engine: Engine, folder: Path, model: nn.Module, inputs_of: Callable[[Arrays], Any], **options: Any
+) -> Engine:
+    """The engine with explanations, if training examples were saved beside the model."""
+    kept = read_neighbours(folder)
+    if not kept or not isinstance(model, SNGP):
+        return engine
+    explain = explainer(model, kept, inputs_of, labels=engine.labels, features=engine.features, **options)
+    return replace(engine, explain=explain)
 
 
 def _engine(
@@ -109,7 +129,9 @@ def _engine(
     calibrated = head is not None and head.calibrated
     likelihood = LIKELIHOODS["categorical" if head is None else head.likelihood]
     if head is not None and likelihood.has_labels(head.out_features):
-        raise ValueError("The service answers with one class a row, and this model has several labels: use model.predict.")
+        raise ValueError(
+            "The service answers with one class a row, and this model has several labels: use model.predict."
+        )
     count = -1 if head is None else likelihood.num_classes(head.out_features) if likelihood.of_classes else 0
     columns = ["label", "probabilities"] if likelihood.of_classes else ["mean", "std"]
     columns += ["variance"] * (head is not None) + ["score"] + ["p_value", "accepted"] * calibrated
@@ -161,6 +183,7 @@ def _predict(predict: Predict, arrays: Arrays) -> Prediction:
 
 
 def _answers(p: Prediction, alpha: float | None, labels: tuple[str, ...]) -> Arrays:
+    refuse_positions(p, "The service")
     answers: Arrays = {}
     if p.probs is not None:
         answers["label"] = name_labels(p.labels.numpy(), labels)

@@ -9,7 +9,7 @@ a request is a `BadInput` with the protocol's message.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ import orjson
 
 from afield.serve.engine import NUMPY_TYPES, TEXT, Arrays, BadInput, Engine, TensorSpec, check_arrays
 
+_KINDS = {"b": "BOOL", "i": "INT64", "f": "FP32", "O": TEXT}
 MOST_ID = 256  # characters
 MOST_DIMENSIONS = 32
 
@@ -70,7 +71,8 @@ def check_request(
 def response(name: str, version: str, request: Request, answers: Mapping[str, np.ndarray]) -> dict[str, Any]:
     """The response of the protocol, for `dump`."""
     chosen = {k: answers[k] for k in request.outputs if k in answers} if request.outputs else answers
-    body = {"model_name": name, "model_version": version, "outputs": [_output(k, a) for k, a in chosen.items()]}
+    outputs = [_output(k, a) for k, a in chosen.items()]
+    body: dict[str, Any] = {"model_name": name, "model_version": version, "outputs": outputs}
     return body if request.id is None else body | {"id": request.id}
 
 
@@ -112,7 +114,7 @@ def _tensor(tensor: Mapping[str, Any], spec: TensorSpec) -> np.ndarray:
     if not whole or not 0 < len(shape) <= MOST_DIMENSIONS or shape.count(-1) > 1:
         raise BadInput(f"The shape of {spec.name!r} must be whole numbers, at most one of them -1.")
     data = _expect(tensor.get("data"), list, f"The data of {spec.name!r}")
-    array = cast(data, TensorSpec(spec.name, str(datatype), spec.shape))
+    array = cast(data, spec if datatype == spec.datatype else replace(spec, datatype=str(datatype)))
     known = math.prod(size for size in shape if size != -1)
     if (array.size != known) if -1 not in shape else (not known or array.size % known):
         raise BadInput(f"The shape of {spec.name!r} is {shape}, and its data has {array.size} elements.")
@@ -124,8 +126,10 @@ def _to_spec(array: np.ndarray, spec: TensorSpec) -> np.ndarray:
     wanted = np.dtype(NUMPY_TYPES[spec.datatype])
     if wanted.kind in "iub" and array.dtype.kind not in ("iu" if wanted.kind in "iu" else "b"):
         raise BadInput(f"The input {spec.name!r} takes {spec.datatype}, got fractions.")
+    if array.dtype == wanted:
+        return array
     with np.errstate(over="ignore"):
-        return array.astype(wanted, copy=False)
+        return array.astype(wanted)
 
 
 def _texts(values: Any, name: str) -> np.ndarray:
@@ -140,14 +144,9 @@ def _texts(values: Any, name: str) -> np.ndarray:
 
 
 def _output(name: str, array: np.ndarray) -> dict[str, Any]:
-    kind = TEXT if array.dtype == object else {"b": "BOOL", "i": "INT64", "f": "FP32"}[array.dtype.kind]
-    data = array.reshape(-1)
-    return {
-        "name": name,
-        "shape": list(array.shape),
-        "datatype": kind,
-        "data": data.tolist() if array.dtype == object else np.ascontiguousarray(data),
-    }
+    data = array if array.ndim == 1 else array.reshape(-1)
+    kind = _KINDS[data.dtype.kind]
+    return {"name": name, "shape": array.shape, "datatype": kind, "data": data.tolist() if kind == TEXT else data}
 
 
 def _id(content: Mapping[str, Any]) -> str | None:

@@ -1,6 +1,5 @@
 """From paths to a running service: open models, bind, answer; when told to stop, answer what was taken, then stop."""
 
-import asyncio
 import functools
 import os
 import signal
@@ -172,5 +171,5 @@ def serve(
     on_listening(url)
     for number in (signal.SIGTERM, signal.SIGINT):  # uvicorn handles them, and raises them again when all is done
         signal.signal(number, lambda *_: None)
-    asyncio.run(make_server(service).serve(sockets=[listening]))
+    make_server(service).run(sockets=[listening])  # on uvloop, if it is installed
     logs.log("stopped")

@@ -2,7 +2,7 @@
 
 from afield.registry import Registry
 from afield.settings import Settings
-from afield.tasks import cifar, clinc, fashion, genomics, imagenet, toy, uci
+from afield.tasks import cifar, clinc, fashion, genomics, imagenet, shapes, toy, uci
 from afield.tasks.task import PRESETS, Recipe, Task, presets
 
 TASKS: Registry[Recipe] = Registry("task")
@@ -20,6 +20,7 @@ TASKS["fashion"] = fashion.RECIPE
 TASKS["genomics"] = genomics.RECIPE
 TASKS["genomics-ren2019"] = genomics.REN2019
 TASKS["imagenet"] = imagenet.RECIPE
+TASKS["shapes-segmentation"] = shapes.RECIPE
 TASKS.update(uci.RECIPES)
 
 __all__ = ["PRESETS", "TASKS", "Recipe", "Settings", "Task"]

@@ -2,6 +2,7 @@
 import { drawCurve, drawReliability } from "./charts.js";
 import { readFile, readRows } from "./inputs.js";
 import { element, fill, number, percent, row } from "./elements.js";
+import { explanation } from "./explain.js";
 
 const $ = (id) => document.getElementById(id);
 const state = { models: new Map(), name: null, timer: 0 };
@@ -104,8 +105,12 @@ async function predict(shape, data) {
   const tensor = { name: input.name, shape, datatype: input.datatype === "BYTES" ? "BYTES" : "FP32", data };
   if (["INT64", "UINT8"].includes(input.datatype)) tensor.datatype = input.datatype;
   const answer = await ask(`/v2/models/${encodeURIComponent(state.name)}/infer`, { inputs: [tensor] });
-  showAnswer(Object.fromEntries(answer.outputs.map((o) => [o.name, o])));
+  const articles = showAnswer(Object.fromEntries(answer.outputs.map((o) => [o.name, o])));
   refresh();
+  if (!model.parameters.explains) return;
+  const few = { ...tensor, shape: [articles.length, ...shape.slice(1)], data: data.slice(0, (data.length / shape[0]) * articles.length) };
+  const { rows } = await ask(`/v2/models/${encodeURIComponent(state.name)}/explain`, { inputs: [few] });
+  rows.forEach((why, i) => articles[i].append(...explanation(why)));
 }
 
 function showAnswer(outputs) {
@@ -120,8 +125,8 @@ function showAnswer(outputs) {
       .map((k) => `${k.replace("_", "-")} ${typeof value(k) === "number" ? number(value(k)) : value(k)}`);
     made.push(element("article", title, element("p", facts.join(", "), { class: "quiet" }), probabilities(outputs, i)));
   }
-  if (count > 10) made.push(element("p", `and ${count - 10} more`));
-  fill($("answer"), ...made);
+  fill($("answer"), ...made, count > 10 ? element("p", `and ${count - 10} more`) : "");
+  return made;
 }
 
 function probabilities({ probabilities: probs }, i) {

@@ -1,0 +1,90 @@
+"""Pictures of tasks that have an answer at every pixel: image, truth, prediction, variance, p-value, side by side."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.colors import ListedColormap
+from matplotlib.figure import Figure
+from torch import Tensor
+
+from afield.experiment import run_folder
+from afield.experiment.position_metrics import PICTURES
+from afield.report.groups import Group
+from afield.report.plots import CLASS_COLOURS, OOD_COLOUR, Picture, label_text, report_style, to_png
+
+_COLUMNS = {"x": "image", "label": "prediction", "doubt": "1 - max probability", "score": "score", "p_value": "p-value"}
+_PARTS = 2  # images of each part
+Panels = dict[str, dict[str, Tensor]]
+
+
+def draw_pixels(task: str, groups: Sequence[Group]) -> Picture | None:
+    """A few images of the test set and of each OOD set, as the last method that has p-values sees them."""
+    found = [(group, panels) for group in groups if (panels := _panels(group)) and "p_value" in panels["test"]]
+    if not found:
+        return None
+    group, panels = found[-1]
+    rows = [(part, index) for part in panels for index in range(min(_PARTS, len(panels[part]["x"])))]
+    scales = {n: _range([values[n] for values in panels.values()]) for n in ("doubt", "variance", "score")}
+    names = {**_COLUMNS} if "variance" not in panels["test"] else _with_variance()
+    with report_style():
+        figure = Figure(figsize=(1.45 * len(names) + 0.6, 1.4 * len(rows) + 0.5), layout="constrained")
+        axes = figure.subplots(len(rows), len(names), squeeze=False)
+        for axis, title in zip(axes[0], names.values(), strict=True):
+            axis.set_title(title)
+        for line, (part, index) in zip(axes, rows, strict=True):
+            values = {name: tensor[index] for name, tensor in panels[part].items()}
+            for axis, name in zip(line, names, strict=True):
+                _draw(axis, name, values, scales)
+            if part != "test":
+                for axis in line:  # where something foreign is
+                    axis.contour(values["y"].numpy() != 0, levels=[0.5], colors=OOD_COLOUR, linewidths=0.8)
+            line[0].set_ylabel(label_text(part.replace("ood/", "OOD: ")))
+        content = to_png(figure)
+    return Picture(
+        "pixels",
+        f"Pixels, by {group.name}",
+        "From left to right the image, the predicted classes, the doubt about them, the variance, the score on which "
+        "p-values rest, and the p-values: bright is unsure, far and, for p-values, refused. A red line is around "
+        "foreign objects.",
+        f"Images of {task} with predictions, variance and p-values of {group.name} at every pixel.",
+        content,
+    )
+
+
+def _with_variance() -> dict[str, str]:
+    items = list(_COLUMNS.items())
+    return dict([*items[:3], ("variance", "variance"), *items[3:]])
+
+
+def _panels(group: Group) -> Panels:
+    """Arrays of the kept images of a group's first run by part; none where it has kept none."""
+    run = group.runs[0]
+    if not (run.folder / run_folder.PREDICTIONS).is_file():
+        return {}
+    panels: Panels = {}
+    for name in run.arrays:
+        if name.startswith(f"{PICTURES}/"):
+            part, _, field = name.removeprefix(f"{PICTURES}/").rpartition("/")
+            panels.setdefault(part, {})[field] = run.array(name).float()
+    return panels
+
+
+def _range(values: Sequence[Tensor | None]) -> tuple[float, float]:
+    flat = np.concatenate([v.flatten().numpy() for v in values if v is not None])
+    low, high = np.quantile(flat, [0.01, 0.99])
+    return float(low), float(high)
+
+
+def _draw(axis: Axes, name: str, values: dict[str, Tensor], scales: dict[str, tuple[float, float]]) -> None:
+    if name == "x":
+        axis.imshow((values["x"].permute(1, 2, 0) / 2 + 0.5).clamp(0, 1).numpy())
+    elif name == "label":
+        axis.imshow(values["label"], cmap=ListedColormap(["#222222", *CLASS_COLOURS]), vmin=0, vmax=len(CLASS_COLOURS))
+    elif name == "p_value":
+        axis.imshow(values["p_value"].clamp_min(1e-3).log10(), cmap="cividis_r", vmin=-2.5, vmax=0)
+    else:
+        low, high = scales[name]
+        axis.imshow(values[name], cmap="cividis", vmin=low, vmax=high)
+    axis.set_xticks([])
+    axis.set_yticks([])

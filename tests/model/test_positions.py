@@ -1,0 +1,316 @@
+"""Positions as rows: which are drawn, what is left out, and networks of all kinds that have them."""
+
+import dataclasses
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import afield
+from afield.errors import WrongOutput
+from afield.model import positions
+from afield.model.posterior import downdate, update
+
+
+def seed(number: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(number)
+
+
+def pictures(count: int = 40, number: int = 0) -> tuple[Tensor, Tensor]:
+    x = torch.randn(count, 3, 5, 6, generator=seed(number), dtype=torch.float64)
+    return x, x.argmax(1)
+
+
+def net(outputs: int = 3) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.Tanh(), nn.Conv2d(4, outputs, 1)).double()
+
+
+def fitted(**options: Any) -> afield.SNGP:
+    model = afield.attach(net(), num_random_features=16, generator=seed())
+    afield.fit_posterior(model, [pictures()], **options)
+    return model
+
+
+@pytest.fixture(scope="module")
+def calibrated() -> afield.SNGP:
+    x, y = pictures()
+    trained = net()
+    optimizer = torch.optim.Adam(trained.parameters(), lr=0.05)
+    for _ in range(60):
+        optimizer.zero_grad()
+        F.cross_entropy(trained(x), y).backward()
+        optimizer.step()
+    model = afield.attach(trained, num_random_features=16, generator=seed())
+    afield.fit_posterior(model, [(x, y)])
+    afield.calibrate(model, [pictures(60, 1)], num_positions=8)
+    return model
+
+
+# Drawing --------------------------------------------------------------------------------------------------------
+
+
+def test_positions_are_drawn_by_what_an_input_is_and_nothing_else() -> None:
+    """Neither order nor batches change the posterior; nor does what else is in the loader."""
+    x, y = pictures()
+    expected = fitted(num_positions=7).head.precision.data
+    order = torch.randperm(40, generator=seed(1))
+    for size in (40, 7):
+        model = afield.attach(net(), num_random_features=16, generator=seed())
+        loader = DataLoader(TensorDataset(x[order], y[order]), batch_size=size)
+        assert afield.fit_posterior(model, loader, num_positions=7) == 7 * 40
+        torch.testing.assert_close(model.head.precision.data, expected, rtol=1e-9, atol=1e-9)
+
+
+def test_what_was_added_is_removed_again() -> None:
+    model, (x, y) = fitted(num_positions=7), pictures(10, number=3)
+    before = model.head.precision.data.clone()
+    assert update(model, [(x, y)], num_positions=7) == 350
+    assert downdate(model, [(x.flip(0)[:4], y.flip(0)[:4]), (x[:6], y[:6])], num_positions=7) == 280
+    torch.testing.assert_close(model.head.precision.data, before, rtol=1e-9, atol=1e-9)
+
+
+def test_every_position_counts_unless_a_number_is_given() -> None:
+    assert fitted(num_positions=None).head.num_observed == 40 * 30 == fitted().head.num_observed
+    assert fitted(num_positions=11).head.num_observed == 40 * 11
+    assert positions.OBSERVED == 256
+
+
+def test_ignored_positions_are_left_out() -> None:
+    (x, y), kept = pictures(), torch.rand(40, 5, 6, generator=seed(5)) < 0.5
+    kept[3] = False  # an input without any label
+    models = [afield.attach(net(), num_random_features=16, generator=seed()) for _ in range(2)]
+    assert afield.fit_posterior(models[0], [(x, y.where(kept, -100))], num_positions=None) == int(kept.sum())
+    afield.fit_posterior(models[1], [(x, y.where(kept, 255))], num_positions=None, ignore_index=255)
+    assert torch.equal(*(model.head.precision.data for model in models))
+
+
+@pytest.mark.parametrize("count", [1, 3, 5, 12])
+def test_groups_have_one_size_whatever_there_is_to_draw_from(count: int) -> None:
+    valid = torch.zeros(3, 5, dtype=torch.bool)
+    valid[0, :2], valid[2] = True, True  # the second input has none
+    index, owner = positions.draw(valid, [1, 2, 3], count, exactly=True)
+    assert owner.tolist() == [0] * count + [2] * count
+    assert bool(valid.flatten()[index].all())
+    for group, size in ((index[:count], 2), (index[count:], 5)):
+        times = group.bincount(minlength=15)
+        assert int(times.max()) == -(-count // size)  # by turns
+
+
+def test_calibration_reads_images_as_a_whole(calibrated: afield.SNGP) -> None:
+    """The reference of inputs is of all their positions, those of the inputs that fix no score."""
+    x, _ = pictures(60, 1)
+    order = torch.randperm(60, generator=seed())
+    scores = calibrated.predict(x[order[30:]]).input_score
+    assert scores is not None
+    torch.testing.assert_close(calibrated.head.input_reference, scores.double().sort().values)
+    assert calibrated.head.reference.numel() == 30 * 8
+    assert calibrated.predict(x).num_inputs == 30
+
+
+def test_calibration_notices_inputs_that_change(calibrated: afield.SNGP) -> None:
+    class Augmented(TensorDataset):
+        def __getitem__(self, index: int) -> tuple[Tensor, ...]:
+            x, y = super().__getitem__(index)
+            return x + 0.01 * torch.randn_like(x), y
+
+    before = calibrated.head.input_reference
+    with pytest.raises(ValueError, match=r"reads the held-out data twice .* without random changes of the inputs"):
+        afield.calibrate(calibrated, DataLoader(Augmented(*pictures(60, 1)), batch_size=20), num_positions=8)
+    assert calibrated.head.input_reference is before
+
+
+def test_order_of_the_held_out_data_may_change(calibrated: afield.SNGP) -> None:
+    before = calibrated.head.input_reference
+    loader = DataLoader(TensorDataset(*pictures(60, 1)), batch_size=20, shuffle=True, generator=seed(4))
+    afield.calibrate(calibrated, loader, num_positions=8)
+    assert calibrated.head.input_reference.shape == before.shape
+    with pytest.raises(ValueError, match="positions of an input have many: leave it out"):
+        afield.calibrate(calibrated, loader, num_positions=8, per_class=True)
+    afield.calibrate(calibrated, [pictures(60, 1)], num_positions=8)
+
+
+def test_targets_of_another_shape_are_refused() -> None:
+    x, y = pictures()
+    for target in (y[:, 0], y.flatten(1), y[:, :, :5]):
+        with pytest.raises(ValueError, match=rf"targets of shape {re.escape('(40, 5, 6)')} for classes or"):
+            afield.fit_posterior(fitted(), [(x, target)])
+
+
+def test_gradients_of_score_and_variance(calibrated: afield.SNGP) -> None:
+    """Against finite differences; predictions are the same with and without."""
+    x = pictures(2, 7)[0].requires_grad_()
+    p = calibrated.predict(x, gradients=True)
+    plain = calibrated.predict(x)
+    assert not plain.logits.requires_grad
+    for name in ("variance", "score"):
+        of = (lambda q: q.variance) if name == "variance" else (lambda q: q.score())
+        torch.testing.assert_close(of(p).detach(), of(plain))
+        (gradient,) = torch.autograd.grad(of(p).sum(), x, retain_graph=True)
+        step = 1e-6 * torch.randn(x.shape, generator=seed(8), dtype=x.dtype)
+        ends = [of(calibrated.predict((x + sign * step).detach())).sum() for sign in (1, -1)]
+        torch.testing.assert_close((gradient * step).sum(), (ends[0] - ends[1]) / 2, rtol=1e-4, atol=1e-9)
+    with pytest.raises(ValueError, match=r"gradients=True expects inputs .* that require them"):
+        calibrated.predict(x.detach(), gradients=True)
+
+
+def test_gradients_of_one_row() -> None:
+    """Which otherwise goes through NumPy."""
+    model = afield.attach(nn.Linear(3, 3), num_random_features=16)
+    x = torch.randn(40, 3, generator=seed())
+    afield.fit_posterior(model, [(x, x.argmax(1))])
+    one = x[:1].clone().requires_grad_()
+    p = model.predict(one, gradients=True)
+    assert p.variance is not None
+    p.variance.sum().backward()
+    assert one.grad is not None
+    assert float(one.grad.abs().sum()) > 0
+
+
+# What an output layer may be ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        nn.Conv2d(4, 3, 3),
+        nn.Conv2d(4, 3, 1, stride=2),
+        nn.Conv2d(4, 3, 1, padding=1),
+        nn.Conv2d(4, 4, 1, groups=2),
+        nn.Conv2d(4, 3, 1, padding="same"),
+    ],
+)
+def test_a_convolution_that_looks_around_is_no_output_layer(layer: nn.Module) -> None:
+    with pytest.raises(ValueError, match="must be a Linear, or a convolution with a kernel of size 1"):
+        afield.sngp(nn.Sequential(nn.Conv2d(3, 4, 3), layer))
+
+
+def test_dense_outputs_have_fewer_features_and_remember_how_many() -> None:
+    assert afield.sngp(net()).head.random_features.num_random_features == 128
+    model = afield.sngp(net(), num_random_features=64)
+    assert model.settings["head"]["num_random_features"] == 64
+
+
+class Interpolated(nn.Module):
+    """Logits on a coarse grid, brought to the size of the image."""
+
+    def __init__(self, first: bool) -> None:
+        super().__init__()
+        self.body, self.classifier, self.first = nn.Conv2d(3, 4, 3, padding=1, stride=2), nn.Conv2d(4, 3, 1), first
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        h, size = self.body(x), x.shape[2:]
+        if self.first:
+            return {"out": self.classifier(F.interpolate(h, size=size, mode="bilinear"))}
+        return {"out": F.interpolate(self.classifier(h), size=size, mode="bilinear")}
+
+
+def test_interpolation_belongs_before_the_output_layer() -> None:
+    """Where it gives the same logits, as the error says."""
+    torch.manual_seed(0)
+    before, after = Interpolated(True), Interpolated(False)
+    after.load_state_dict(before.state_dict())
+    x, y = pictures()
+    torch.testing.assert_close(before(x.float())["out"], after(x.float())["out"])
+    afield.fit_posterior(afield.attach(before), [(x.float(), y)])
+    with pytest.raises((WrongOutput, RuntimeError)):
+        afield.fit_posterior(afield.attach(after), [(x.float(), y)])
+
+
+# Containers -----------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Returned:
+    loss: Tensor | None
+    logits: Tensor
+
+
+class Wrapped(nn.Module):
+    """Tied weights, and logits in a dataclass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.out = nn.Embedding(5, 4), nn.Linear(4, 5, bias=False)
+        self.out.weight = self.embed.weight
+
+    def forward(self, ids: Tensor) -> Returned:
+        return Returned(None, self.out(self.embed(ids).tanh()))
+
+
+CONTAINERS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "compiled": lambda inner: torch.compile(inner),  # type: ignore[dict-item]
+    "compiled inside": lambda inner: nn.Sequential(torch.compile(inner[0]), *inner[1:]),
+    "data parallel": nn.DataParallel,
+    "both": lambda inner: nn.DataParallel(torch.compile(inner)),  # type: ignore[arg-type]
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*script_method.*:DeprecationWarning")
+@pytest.mark.parametrize("container", CONTAINERS)
+def test_networks_are_taken_out_of_their_containers(container: str) -> None:
+    given = CONTAINERS[container](net())
+    model = afield.attach(given)
+    assert [name for name, _ in model.net.named_modules()][1:4] == ["0", "1", "2"]
+    assert model.output == "2"
+    x, y = pictures()
+    torch.testing.assert_close(model(x), net()(x))
+    afield.fit_posterior(model, [(x, y)])
+    assert type(given).__name__ in ("OptimizedModule", "Sequential", "DataParallel")  # as it was
+
+
+def test_a_size_that_is_not_known_yet_is_told() -> None:
+    lazy = nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 2))
+    for convert in (afield.sngp, afield.attach):
+        with pytest.raises(ValueError, match=r"\(0\.weight, 0\.bias\): run one batch through it first"):
+            convert(lazy)
+    lazy(torch.randn(2, 3))
+    assert afield.sngp(lazy).head.in_features == 4
+
+
+def test_tied_weights_and_dataclasses_keep_working() -> None:
+    torch.manual_seed(0)
+    wrapped, ids = Wrapped(), torch.randint(5, (40, 7), generator=seed())
+    model = afield.attach(wrapped, num_random_features=16)
+    assert isinstance(model.head.mean, nn.Linear)
+    assert model.head.mean.weight is model.net.embed.weight
+    torch.testing.assert_close(model(ids).logits, wrapped(ids).logits)
+    afield.fit_posterior(model, [(ids, ids)])
+    assert model.predict(ids).logits.shape == (40, 5, 7)
+
+
+class Tagger(nn.Module):
+    """Called as Hugging Face's token classifiers are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.classifier = nn.Embedding(9, 6), nn.Linear(6, 4)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Returned:
+        return Returned(None, self.classifier(self.embed(input_ids).tanh()))
+
+
+def test_padding_is_neither_observed_nor_scored() -> None:
+    torch.manual_seed(0)
+    tagger, ids = Tagger(), torch.randint(1, 9, (60, 8), generator=seed())
+    length = torch.randint(2, 9, (60,), generator=seed(1))
+    mask = (torch.arange(8) < length[:, None]).long()
+    labels = torch.where(mask.bool(), ids % 4, -100)
+    labels[:, 0] = -100  # as of special tokens
+    batch = {"input_ids": ids * mask, "attention_mask": mask, "labels": labels}
+    model = afield.attach(tagger, num_random_features=16)
+    assert afield.fit_posterior(model, [batch]) == int((labels != -100).sum())
+    unlabelled = {"input_ids": ids * mask, "attention_mask": mask}
+    assert afield.fit_posterior(model, [unlabelled]) == int(mask.sum())
+    with pytest.warns(afield.errors.NoBetterThanGuessing):
+        afield.calibrate(model, [batch], num_positions=4)
+    p = model.predict({"input_ids": ids * mask, "attention_mask": mask})
+    assert p.mask is not None
+    assert torch.equal(p.mask, mask.bool())
+    longer = {k: F.pad(v, (0, 5)) for k, v in unlabelled.items()}
+    torch.testing.assert_close(model.predict(longer).input_score, p.input_score)
