@@ -11,7 +11,7 @@ from afield.gp.features import KERNELS
 from afield.gp.geometry import GEOMETRIES
 from afield.gp.head import GaussianProcessHead
 from afield.gp.likelihoods import LIKELIHOODS
-from afield.gp.one_row import OneRow
+from afield.gp.one_row import OneRow, _product
 from afield.prediction.prediction import Prediction
 
 FIELDS = ("logits", "variance", "probs", "joined", "p_value", "num_reference")
@@ -210,6 +210,14 @@ def test_copies_prepare_for_themselves(duplicate) -> None:
         torch.testing.assert_close(twin.predict(h).logits, 5 * head.predict(h).logits)
         check(head, h)
         check(twin, h)
+
+
+@pytest.mark.parametrize("shape", [(48, 5), (1024, 65), (128, 64), (7, 5), (97, 130), (64, 640), (3, 0)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_products_are_those_of_the_matrix_whatever_its_size(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    matrix, x = normal(*shape).to(dtype), normal(shape[1], number=1).to(dtype)
+    found = torch.from_numpy(_product(matrix.numpy())(x.numpy()).reshape(-1))
+    torch.testing.assert_close(found, matrix @ x, rtol=1e-5, atol=1e-4)  # of sums of 640 terms
 
 
 def test_with_gradients_they_flow() -> None:

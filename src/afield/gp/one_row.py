@@ -8,8 +8,9 @@ but in some hundred small steps: they standardise, divide and look for overflow 
 three times what it costs NumPy. Here the constants are multiplied out beforehand. `m` and `s` are the moments of the
 coordinates z, where the geometry has them.
 
-Products are dot products row by row (`np.vecdot`), which never wait for another thread. Vectors that are so long or so
-short that they need a closer look are left to the definition; so are batches, whose products take the time.
+Products are dot products row by row (`np.vecdot`), or of small matrices, neither of which ever waits for another
+thread. Vectors that are so long or so short that they need a closer look are left to the definition; so are batches,
+whose products take the time.
 
 An `OneRow` belongs to one state and does not change: whoever holds it reads one state, whatever goes on. `is_of` tells
 whether a head is in that state.
@@ -288,8 +289,7 @@ class _Classes:
             row(logits[None]),
             row(numbers[:1]),
             row(probs[None]),
-            None,
-            h,
+            features=h,
             p_value=p_value,
             joined=None if joined is None else row(numbers[1:2]),
             num_reference=torch.tensor([count]) if self._spans else count,
