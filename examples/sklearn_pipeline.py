@@ -40,7 +40,7 @@ def main() -> None:
             ("log loss", lambda model, rows=rows: log_loss(y_new, model.predict_proba(rows))),
         ):
             print(f"{name + ', ' + what:<38}{metric(ours):>16.3f}{metric(theirs):>16.3f}")
-        known = ours[-1].p_value(ours[:-1].transform(rows)) > ALPHA
+        known = ours[-1].accept(ours[:-1].transform(rows), alpha=ALPHA)
         print(f"{name + ', refused':<38}{1 - known.mean():>16.0%}{'never':>16}\n")
 
 

@@ -35,9 +35,8 @@ PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("resu
 WRITTEN = [page for page in PAGES if ROOT / "results" not in page.parents]
 MEASURED = [page for page in WRITTEN if page.name not in ("CHANGELOG.md", "CONTRIBUTING.md")]
 FILLERS = (  # modules of bench/
-    *("ablations", "attach", "bounds", "choices", "claims", "defaults", "detectors", "drift", "estimators"),
-    "laplace_hmc",
-    *("peers", "scale", "speed.__main__"),
+    *("ablations", "attach", "bounds", "choices", "claims", "defaults", "detectors", "drift", "laplace_hmc"),
+    *("peers", "scale", "speed.__main__", "tables"),
 )
 EXTRAS = (  # what the extras of pyproject.toml bring
     *("sklearn", "scipy", "matplotlib", "tyro", "rich", "jinja2", "filelock", "gpytorch", "pyro", "optuna", "pooch"),

@@ -1,148 +1,159 @@
-"""The network for a table, and its training.
+"""The network for a table: an ensemble of members side by side, which is one Gaussian process.
 
-    x -> (x - shift) / scale -> ResFFN, bounded -> phi(h)^T B
+    x -> columns -> h = [h_1(x), ..., h_M(x)] -> phi(h)^T B,        phi = [phi_1(h_1), ..., phi_M(h_M)] / sqrt(M)
 
-Weights of the rows count in the moments that standardise and in the loss.
+Each member m has a residual network h_m, random features phi_m of it alone, and output weights, and is trained by
+itself. The block of B that belongs to it is that of its own weights over sqrt(M), so that the output is the mean of the
+members' outputs, and the kernel is the mean of their kernels. Posterior, calibration, updates and files need not know.
 """
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import BatchSampler, RandomSampler, TensorDataset
 
 from afield.backbones.resffn import ResFFN
-from afield.errors import Diverged
 from afield.estimators.rows import CHUNK, Rows
-from afield.experiment.training import load_batches, train
-from afield.gp.likelihoods import LIKELIHOODS
+from afield.gp.head import GaussianProcessHead
 from afield.model.convert import BoundRules, sngp
 from afield.model.evaluating import evaluating
 from afield.model.sngp_model import SNGP
 from afield.prediction.prediction import Prediction
-from afield.settings import Settings
 
-LENGTH_SCALE_FRACTION = 1.5  # of the median distance between hidden vectors, where no length scale is given
+LENGTH_SCALE_FRACTION = 1.5  # of the median distance between a member's hidden vectors, where no length scale is given
 
 
-class Standardize(nn.Module):
-    """(x - shift) / scale, column by column, in float64 whatever the rest of the network has."""
+class Columns(nn.Module):
+    """Numbers x (N, d), in which categories are codes from 0 on, as columns (N, d') for a network, in float64.
+
+    A number becomes (x - shift) / scale. A column of c categories becomes c columns, one of them 1; all are 0 for a
+    code that is none of them. A number that was constant in training is left at 0, whatever it is later.
+    """
 
     shift: Tensor
-    scale: Tensor
+    gain: Tensor
 
-    def __init__(self, in_features: int) -> None:
+    def __init__(self, categories: Sequence[int]) -> None:
         super().__init__()
-        self.register_buffer("shift", torch.zeros(in_features, dtype=torch.float64))
-        self.register_buffer("scale", torch.ones(in_features, dtype=torch.float64))
+        self.categories = tuple(categories)  # 0 for a number
+        self.register_buffer("shift", torch.zeros(len(self.categories), dtype=torch.float64))
+        self.register_buffer("gain", torch.ones(len(self.categories), dtype=torch.float64))
+
+    @property
+    def out_features(self) -> int:
+        return sum(count or 1 for count in self.categories)
+
+    def learn(self, rows: Rows) -> None:
+        """Take shift and scale from the rows."""
+        mean, std = rows.moments(rows.x)
+        self.shift, self.gain = mean, torch.where(std > 0, 1 / std, 0.0)
 
     def forward(self, x: Tensor) -> Tensor:
-        return (x.double() - self.shift) / self.scale
+        x = x.double()
+        numbers = (x - self.shift) * self.gain
+        if not any(self.categories):
+            return numbers
+        parts = [
+            (x[:, j, None] == torch.arange(count, device=x.device)).double() if count else numbers[:, j, None]
+            for j, count in enumerate(self.categories)
+        ]
+        return torch.cat(parts, dim=1)
+
+    def constant(self) -> Tensor:
+        """Which columns (d,) are numbers that were constant in training."""
+        return (self.gain == 0) & (torch.tensor(self.categories) == 0)
 
 
-def plain_network(in_features: int, out_features: int, *, depth: int, width: int, dropout: float) -> nn.Module:
+class Members(nn.Module):
+    """Networks of one kind side by side: x (N, in_features) -> hidden vectors (N, members * width)."""
+
+    def __init__(self, in_features: int, members: int, *, depth: int, width: int, dropout: float) -> None:
+        super().__init__()
+        self.members = nn.ModuleList(
+            ResFFN(in_features, depth=depth, width=width, dropout=dropout) for _ in range(members)
+        )
+        self.out_features = members * width
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([member(x) for member in self.members], dim=1)
+
+
+def plain_network(
+    categories: Sequence[int], out_features: int, *, members: int, depth: int, width: int, dropout: float
+) -> nn.Module:
     """The network for a table before it is converted."""
-    hidden = ResFFN(in_features, depth=depth, width=width, dropout=dropout)
-    return nn.Sequential(Standardize(in_features), hidden, nn.Linear(width, out_features))
+    columns = Columns(categories)
+    hidden = Members(columns.out_features, members, depth=depth, width=width, dropout=dropout)
+    return nn.Sequential(columns, hidden, nn.Linear(hidden.out_features, out_features))
 
 
 def network(
-    in_features: int, out_features: int, *, depth: int, width: int, dropout: float, bound: float | None, **head: Any
+    categories: Sequence[int],
+    out_features: int,
+    *,
+    members: int,
+    depth: int,
+    width: int,
+    dropout: float,
+    bound: float | None,
+    **head: Any,
 ) -> SNGP:
     """An untrained network for a table; `head`: options of `GaussianProcessHead`."""
-    net = plain_network(in_features, out_features, depth=depth, width=width, dropout=dropout)
+    net = plain_network(categories, out_features, members=members, depth=depth, width=width, dropout=dropout)
     # Residual layers with a bound keep the distances of the table: the features of the mean see them best.
     rules: BoundRules = None if bound is None else {"1.*.branch.*": bound}
     model = sngp(net, rules, variance_features="same", **head).double()
-    model.head.random_features.fraction = LENGTH_SCALE_FRACTION
+    _separate(model.head, members)
     return model
 
 
-def standardize(model: SNGP, rows: Rows) -> None:
-    """Take shift, scale and the length scale from the rows."""
-    first = model.net.get_submodule("0")
-    first.shift, first.scale = rows.moments(rows.x)
+def columns_of(model: SNGP) -> Columns:
+    columns = model.net.get_submodule("0")
+    assert isinstance(columns, Columns)
+    return columns
+
+
+def members_of(model: SNGP) -> int:
+    return len(model.net.get_submodule("1.members")._modules)
+
+
+def adapt(model: SNGP, rows: Rows) -> None:
+    """Take the moments of the columns and the length scale from the rows."""
+    columns_of(model).learn(rows)
+    features, members = model.head.random_features, members_of(model)
     with evaluating(model):
-        model.head.random_features.adapt(model.hidden(rows.x[:CHUNK]))
+        h = model.hidden(rows.x[:CHUNK])
+    features.fraction = LENGTH_SCALE_FRACTION / math.sqrt(members)  # distances in all of h are the longer
+    features.adapt(h)
 
 
-@dataclass(frozen=True)
-class Training:
-    """How to train. `patience`: epochs without a gain of `tol` after which to stop; None runs them all."""
-
-    settings: Settings
-    seed: int
-    patience: int | None
-    tol: float
-    report: Callable[[str], None] = field(default=lambda line: None)
-
-
-@dataclass(frozen=True)
-class History:
-    """Mean losses of every epoch, and on the held-out rows where there are any."""
-
-    loss: list[float]
-    held_out: list[float]
-
-
-def train_network(model: SNGP, rows: Rows, held: Rows, how: Training) -> History:
-    """Gradient steps on shuffled batches, in float32; stops on held-out loss, or on training loss without such rows.
-
-    With patience and held-out rows the weights end where the held-out loss was least.
-    """
-    net = model.net
-    assert isinstance(net, nn.Sequential)
-    body, loss_of, history = net[1:].float(), LIKELIHOODS[model.head.likelihood].loss, History([], [])
-    (z, y, w), (z_held, y_held, w_held) = ((net[0](r.x).float(), _single(r.y), r.weight.float()) for r in (rows, held))
-    w, w_held = w / w.mean(), w_held / w_held.sum()
-    best, waited, kept = math.inf, 0, None
-
-    def loss(body: nn.Module, batch: tuple[Tensor, Tensor, Tensor]) -> Tensor:
-        inputs, target, weight = batch
-        return (weight * loss_of(body(inputs), target)).mean()
-
-    def after_epoch(epoch: int, mean_loss: float) -> bool:
-        """Whether there was no gain for long enough."""
-        nonlocal best, waited, kept
-        history.loss.append(mean_loss)
-        if len(held):
-            with evaluating(body):
-                history.held_out.append(float((w_held * loss_of(body(z_held), y_held)).sum()))
-        watched = (history.held_out or history.loss)[-1]
-        how.report(f"epoch {epoch}: loss {history.loss[-1]:.4f}" + f", held out {watched:.4f}" * bool(len(held)))
-        if watched < best - how.tol:
-            best, waited = watched, 0
-            kept = {name: value.clone() for name, value in body.state_dict().items()}
-        else:
-            waited += 1
-        return waited == how.patience
-
-    shuffle, data = torch.Generator(), TensorDataset(z, y, w)
-    order = BatchSampler(RandomSampler(data, generator=shuffle), how.settings.batch_size, drop_last=False)
-    try:
-        train(
-            body,
-            load_batches(data, order),
-            how.settings,
-            loss=loss,
-            shuffle=shuffle,
-            seed=how.seed,
-            on_epoch=after_epoch,
-        )
-    except Diverged as error:
-        raise Diverged(f"{error} Or look for extreme values in the table.") from error
-    if kept is not None and how.patience is not None and len(held):
-        body.load_state_dict(kept)
-    body.double().eval()
-    return history
+def member_logits(head: GaussianProcessHead, h: Tensor, members: int) -> Tensor:
+    """f_m (M, N, K), the outputs of the members, whose mean is that of the head."""
+    phi = head.features(h).unflatten(1, (members, -1))
+    return members * torch.einsum("nmd,kmd->mnk", phi, head.weight.unflatten(1, (members, -1)))
 
 
 def predict(model: SNGP, x: Tensor) -> Prediction:
     return Prediction.cat([model.predict(part) for part in x.split(CHUNK)])
 
 
-def _single(y: Tensor) -> Tensor:
-    return y.float() if y.is_floating_point() else y
+def predict_mean(model: SNGP, x: Tensor) -> Tensor:
+    """The posterior mean (N, K) alone, which costs a fraction of a prediction."""
+    with evaluating(model):
+        return torch.cat([model(part) for part in x.split(CHUNK)])
+
+
+def _separate(head: GaussianProcessHead, members: int) -> None:
+    """Let each block of random features see the hidden vector of one member only."""
+    features = head.random_features
+    if features.num_random_features % members:
+        raise ValueError(
+            f"num_random_features must be a multiple of n_members, got {features.num_random_features} and {members}."
+        )
+    if members == 1:
+        return
+    rows, width = features.num_random_features // members, features.in_features // members
+    blocks = [type(features)(width, rows).weight for _ in range(members)]
+    features.weight.copy_(torch.block_diag(*blocks))

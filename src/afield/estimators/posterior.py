@@ -6,10 +6,13 @@ variance of held-out rows. The typical row stays as it was, further ones are shr
 """
 
 import math
+from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from afield.estimators.network import predict
+from afield.estimators.noise import InputNoise, of_targets, without_itself
 from afield.estimators.rows import Rows
 from afield.gp.likelihoods import LIKELIHOODS
 from afield.model.calibration import calibrate, sources_of
@@ -17,11 +20,13 @@ from afield.model.evaluating import evaluating
 from afield.model.output_weights import fit_head
 from afield.model.posterior import fit_posterior
 from afield.model.sngp_model import SNGP
+from afield.prediction.prediction import Prediction
 from afield.prediction.predictive import MEAN_FIELD_FACTOR
 
 FEWEST_HELD_OUT = 20  # of which `calibrate` can make something
+_MOST_FOR_SCORE = 10_000  # rows
 _NEARLY_ALL = 1 - 1e-9  # all but one
-_LEAST_NOISE = 1e-10  # of a target with variance 1: below, targets are all alike
+LEAST_NOISE = 1e-10  # of a target with variance 1: below, targets are all alike
 
 
 def finish(model: SNGP, rows: Rows) -> None:
@@ -40,33 +45,51 @@ def _fit_score(model: SNGP, rows: Rows) -> None:
     """
     head = model.head
     with evaluating(model):
-        sources = sources_of(head, torch.cat([model.hidden(part.x) for part in rows.parts()]))
-        sources[:, 0] /= (1 - rows.weight.to(sources) * sources[:, 0]).clamp_min(1e-6)
+        some = rows[:: max(1, len(rows) // _MOST_FOR_SCORE)]
+        sources = sources_of(head, torch.cat([model.hidden(part.x) for part in some.parts()]))
+        sources[:, 0] /= (1 - some.weight.to(sources) * sources[:, 0]).clamp_min(1e-6)
         assert head.joined_score is not None
         head.joined_score.fit(sources)
         head.set_score("joined")
 
 
 def calibrate_on(model: SNGP, held: Rows, *, stopped: bool, seed: int) -> None:
-    """Calibrate on held-out rows.
+    """Calibrate on held-out rows; p-values compare with one row of each cluster.
 
     `stopped`: these rows have chosen when to stop, so that keeping a third of them apart would make no p-value
     stricter; all of them then choose, and all are the reference.
     """
-    head, batches = model.head, held.batches()
-    weights = held.weight * max(1.0, len(held) / float(held.weight.sum()))  # they are worth at least their number
+    head, alone = model.head, held.merged().alone()
+    comparable = len(alone) >= FEWEST_HELD_OUT
+    rows = alone if comparable and not stopped else held
+    batches = rows.batches()
+    weights = rows.weight * max(1.0, len(rows) / float(rows.weight.sum()))  # they are worth at least their number
     if LIKELIHOODS[head.likelihood].noisy:
-        if float(head.noise) > _LEAST_NOISE:
+        if float(head.noise) > LEAST_NOISE:
             part = _NEARLY_ALL if stopped else 2 / 3
             calibrate(model, batches, weights=weights, fit_fraction=part, seed=seed, progress=False)
     else:
         head.set_scalars(amplitude=1.0)
-        variance = predict(model, held.x).variance
+        variance = predict(model, rows.x).variance
         assert variance is not None
         amplitude = 1 / math.sqrt(MEAN_FIELD_FACTOR * float(variance.median()))
         if stopped:
             head.set_scalars(amplitude=amplitude, logit_scale=math.sqrt(2))
         else:
             calibrate(model, batches, weights=weights, amplitude=amplitude, seed=seed, progress=False)
-    if stopped or not head.calibrated:
-        head.set_reference(torch.cat([model.predict(x).score(head.score) for x, _ in batches]))
+    if not comparable:
+        head.forget_reference()
+    elif stopped or not head.calibrated:
+        head.set_reference(torch.cat([model.predict(part.x).score(head.score) for part in alone.parts()]))
+
+
+def answers_of(model: SNGP, rows: Rows, noise: InputNoise | None = None) -> tuple[Prediction, Tensor] | None:
+    """What the model says about held-out rows as if they were not learnt, and their targets; None of too few rows.
+
+    Of numbers these are learnt, and the prediction of each is that without itself.
+    """
+    if len(rows) < FEWEST_HELD_OUT:
+        return None
+    if LIKELIHOODS[model.head.likelihood].noisy:
+        return of_targets(model, without_itself(model, rows), noise), rows.y
+    return replace(predict(model, rows.x), features=None), rows.y
