@@ -47,11 +47,11 @@ class SNGPClassifier(ClassifierMixin, SNGPEstimator):
 
     `softmax(decision_function(X)) == predict_proba(X)`; with two classes the decision function is the log odds.
 
-    >>> classifier = SNGPClassifier(max_iter=2, random_state=0).fit(x.numpy(), y.numpy())
+    >>> classifier = SNGPClassifier(random_state=0).fit(x.numpy(), y.numpy())
     >>> classifier.predict_proba(x[:2].numpy()).shape
     (2, 3)
-    >>> bool(classifier.p_value(100 + x[:1].numpy())[0] < 0.05)
-    True
+    >>> classifier.accept(100 + x[:1].numpy(), alpha=0.05).tolist()
+    [False]
     """
 
     ridge: float = 0.03
@@ -183,7 +183,7 @@ class SNGPClassifier(ClassifierMixin, SNGPEstimator):
 class SNGPRegressor(MultiOutputMixin, RegressorMixin, SNGPEstimator):
     """A regressor for tables, of one target or several, whose standard deviation grows away from its training data.
 
-    >>> regressor = SNGPRegressor(max_iter=2, random_state=0).fit(x.numpy(), x[:, 0].numpy())
+    >>> regressor = SNGPRegressor(random_state=0).fit(x.numpy(), x[:, 0].numpy())
     >>> mean, std = regressor.predict(x[:2].numpy(), return_std=True)
     >>> mean.shape, std.shape
     ((2,), (2,))
