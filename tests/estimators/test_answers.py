@@ -19,6 +19,7 @@ from sklearn.preprocessing import StandardScaler
 import afield
 from afield.errors import DamagedModel
 from afield.estimators import SNGPClassifier, SNGPRegressor
+from afield.estimators.estimator import _warn_if_interpolating
 from afield.estimators.noise import without_itself
 from afield.estimators.posterior import finish
 from afield.estimators.rows import Rows
@@ -255,3 +256,15 @@ def test_parameters_survive_a_folder(tmp_path: Path) -> None:
     assert again.class_weight == {0: 1.0, 1: 2.5}
     assert again.random_state is None
     assert json.loads((fitted / "afield.json").read_text())["metadata"]["labels"] == ["0", "1"]
+
+
+def test_a_regressor_that_passes_through_its_rows_and_misses_others_says_so() -> None:
+    """Errors of rows without themselves then look like zero, and intervals rest on them."""
+    generator = np.random.default_rng(0)
+    x, y = generator.normal(size=(60, 3)), generator.normal(size=60)
+    model = SNGPRegressor(width=8, n_members=1, num_random_features=32, random_state=0).fit(x, y).model_
+    held = Rows(torch.tensor(x[:20]), torch.tensor(y[:20, None]), torch.ones(20, dtype=torch.float64))
+    _warn_if_interpolating(model, held)
+    model.head.set_scalars(noise=1e-12)
+    with pytest.warns(UserWarning, match="passes through its .* training rows and misses held-out ones"):
+        _warn_if_interpolating(model, held)

@@ -14,7 +14,7 @@ from sklearn.utils import check_random_state
 from sklearn.utils._param_validation import Interval, StrOptions
 
 from afield.estimators.fitted import FEWEST_TO_SPLIT, Fitted
-from afield.estimators.network import adapt, network
+from afield.estimators.network import adapt, network, predict_mean
 from afield.estimators.noise import fit_noise
 from afield.estimators.posterior import FEWEST_HELD_OUT, LEAST_NOISE, answers_of, calibrate_on, finish
 from afield.estimators.rows import Rows, split
@@ -22,11 +22,13 @@ from afield.estimators.stream import forget, learn, learn_keeping_reference
 from afield.estimators.tables import check_table, encode
 from afield.estimators.training import History, Training, train_network
 from afield.gp.likelihoods import LIKELIHOODS
+from afield.model.sngp_model import SNGP
 from afield.settings import Settings
 
 parameters = dataclass(kw_only=True, eq=False, repr=False)  # scikit-learn has its own repr, and compares by identity
 _LEAST_HELD_OUT, _MOST_HELD_OUT = 24, 4000  # clusters of rows
 _MOST_OF_A_STREAM = 2000  # rows that a stream keeps to calibrate on
+_INTERPOLATES = 1e-6  # a noise that is this small a part of the mean squared error on held-out rows
 
 
 def _positive(*others: Any, closed: str = "neither", right: float | None = None) -> list[Any]:
@@ -110,6 +112,8 @@ class SNGPEstimator(Fitted):
             history = train_network(model, trained, held, self._training(len(trained)))
         self._warn_if_falling(history)
         finish(model, trained)
+        if numbers:
+            _warn_if_interpolating(model, held)
         self._architecture, self._num_seen, self.model_ = architecture, len(rows), model
         learns = numbers or self.early_stopping
         self._calibrate(held, learns=learns, rows=trained)
@@ -226,3 +230,18 @@ class SNGPEstimator(Fitted):
 def with_groups(rows: Rows, groups: Any) -> Rows:
     """The rows, with the number of each row's group where there are groups."""
     return rows if groups is None else replace(rows, group=torch.from_numpy(groups))
+
+
+def _warn_if_interpolating(model: SNGP, held: Rows) -> None:
+    """The noise has gone to zero while rows that were held out are missed: errors without a row say nothing then."""
+    if not len(held):
+        return
+    missed = float((predict_mean(model, held.x) - held.y).double().square().mean())
+    if float(model.head.noise) < _INTERPOLATES * missed:
+        warnings.warn(
+            f"The regressor passes through its {model.head.num_observed} training rows and misses held-out ones: its "
+            "standard deviations and intervals are too narrow. Use fewer num_random_features, a larger ridge, or more "
+            "rows.",
+            UserWarning,
+            stacklevel=4,
+        )
