@@ -289,7 +289,9 @@ class GaussianProcessHead(HeadState):
 
     def of_numbers(self, mean: Tensor, variance: Tensor, h: Tensor | None) -> Prediction:
         """The `Prediction` of a likelihood without classes; h is needed where the noise varies with it."""
-        noise: float | Tensor | None = float(self.noise) if LIKELIHOODS[self.likelihood].noisy else None
+        noise: float | Tensor | None = None
+        if LIKELIHOODS[self.likelihood].noisy:  # an export cannot look at a number
+            noise = self.noise if torch.compiler.is_compiling() else float(self.noise)
         if self.noise_shape is not None:
             log_ratio = None if h is None else self.log_noise_ratio(h)
             noise = self.noise_shape.noise(self.noise, log_ratio, mean)
