@@ -6,7 +6,7 @@ import torch
 
 pytest.importorskip("sklearn", reason="estimators need scikit-learn")
 from scipy.sparse import csr_array
-from sklearn.datasets import load_wine, make_moons
+from sklearn.datasets import load_breast_cancer, load_wine, make_moons
 
 from afield.estimators import SNGPClassifier, SNGPRegressor
 from afield.estimators.rows import Rows, split
@@ -201,3 +201,11 @@ def test_a_constant_column_carries_no_weight_and_its_change_is_flagged(kind) -> 
     np.testing.assert_array_equal(fitted.predict(moved), fitted.predict(x))
     assert fitted.ood_score(moved).min() > fitted.ood_score(x).max()
     assert not fitted.accept(moved, alpha=0.05).any()
+
+
+def test_rows_that_lie_ever_further_away_are_refused() -> None:
+    """More dimensions than rows can know must not give in-domain rows distances that dwarf those of foreign ones."""
+    x, y = load_breast_cancer(return_X_y=True)
+    fitted = SNGPClassifier(random_state=0).fit(x[::2], y[::2])
+    assert (fitted.p_value(x[1::2]) <= 0.05).mean() < 0.15
+    assert all((fitted.p_value(factor * x[1::2]) <= 0.05).mean() > 0.9 for factor in (4, 10, 100))

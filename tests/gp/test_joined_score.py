@@ -102,7 +102,7 @@ def problem(n: int = 400, number: int = 0) -> tuple[Tensor, Tensor]:
 def test_it_is_relative_mahalanobis_distance_on_unit_vectors():
     """The accumulator of `afield.distance_scores` sums in another way, and keeps centred moments."""
     (h, y), test = problem(), normal(50, 6, number=5)
-    other = FITTED["unit_relative_mahalanobis"](6, 4, jitter=1e-3)
+    other = FITTED["unit_relative_mahalanobis"](6, 4, jitter=1e-3 + 6 / len(h))
     other.update(h, y)
     expected = other.score(Prediction(test, features=test))
     torch.testing.assert_close(moments(h, y, 4)(test), expected, rtol=1e-6, atol=1e-6)

@@ -4,7 +4,8 @@
 
     m_k, m   mean of class k, and of all examples
     S, S0    covariance within the classes, and of all examples
-    j        a small part of the mean diagonal of S, for directions in which nothing varies
+    j        a part of the mean diagonal of S: a thousandth, for directions in which nothing varies, and d / n, since n
+             examples do not know a covariance of d dimensions any better
 
 Relative Mahalanobis distance (Ren et al. 2021) on unit vectors (Mueller and Hein 2025). What varies in all classes
 alike cancels, so it sees what tells the classes apart, where a variance over all of the hidden space is drowned.
@@ -125,7 +126,8 @@ class ClassDistance(Accumulator):
     def factor(self) -> None:
         """Make means and roots of the moments, in float64, and keep them in the model's dtype."""
         there, means, within, mean, background = self._moments()
-        jitter = _JITTER * within.diagonal().mean().clamp_min(1e-12)
+        few = self.in_features / self.count.clamp_min(0).sum().clamp_min(1.0)  # what so many rows cannot know
+        jitter = (_JITTER + few) * within.diagonal().mean().clamp_min(1e-12)
         a, b, kind = _inverse_root(within, jitter), _inverse_root(background, jitter), self.root.dtype
         centers = (means - mean) @ a.T
         self.root, self.centers, self.shift = torch.cat([a, b]).to(kind), (-2 * centers).to(kind), mean.to(kind)
