@@ -75,7 +75,7 @@ _CONVOLUTION = OutputLayer(
     fits=_is_one_position,
     of_rows=_linear_of,
     around=ChannelsFirst,
-    options={"num_random_features": 128},  # for every pixel; docs/defaults.md
+    options={"num_random_features": 128},  # a row is a pixel, of which there are many
 )
 OUTPUT_LAYERS: Mapping[type[nn.Module], OutputLayer] = MappingProxyType(
     {nn.Linear: _LINEAR, nn.Conv1d: _CONVOLUTION, nn.Conv2d: _CONVOLUTION, nn.Conv3d: _CONVOLUTION}
