@@ -212,7 +212,8 @@ def test_ctrl_c_at_the_shell(where: str, address: str, tmp_path: Path, monkeypat
     monkeypatch.setenv("RAY_ADDRESS", address)  # which auto looks for
     words = ["sweep", "two-moons", "--epochs", "5000", "--grid", "bound=0.5,2", "--out", str(tmp_path)]
     command = [sys.executable, "-m", "afield.cli.main", *words, "--cluster", "auto" if where == "auto" else address]
-    driver = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    notice = {"preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)}  # which a shell may have had ignored
+    driver = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, **notice)
     try:
         _wait(lambda: len(list(tmp_path.rglob("checkpoint.pt"))) == 2, 400)
         driver.send_signal(signal.SIGINT)
