@@ -28,6 +28,7 @@ from afield.settings import Settings
 parameters = dataclass(kw_only=True, eq=False, repr=False)  # scikit-learn has its own repr, and compares by identity
 _LEAST_HELD_OUT, _MOST_HELD_OUT = 24, 4000  # clusters of rows
 _MOST_OF_A_STREAM = 2000  # rows that a stream keeps to calibrate on
+_MISSES = 0.01  # mean squared error of targets with variance 1
 _INTERPOLATES = 1e-6  # a noise that is this small a part of the mean squared error on held-out rows
 
 
@@ -237,7 +238,7 @@ def _warn_if_interpolating(model: SNGP, held: Rows) -> None:
     if not len(held):
         return
     missed = float((predict_mean(model, held.x) - held.y).double().square().mean())
-    if float(model.head.noise) < _INTERPOLATES * missed:
+    if missed > _MISSES and float(model.head.noise) < _INTERPOLATES * missed:
         warnings.warn(
             f"The regressor passes through its {model.head.num_observed} training rows and misses held-out ones: its "
             "standard deviations and intervals are too narrow. Use fewer num_random_features, a larger ridge, or more "
