@@ -17,6 +17,7 @@ METADATA = "afield"  # key of the metadata in the file
 OLDEST_OPSET = 18  # below it torch's exporter falls back to 18, and says so in its log alone
 _MAX_BYTES = 2**31 - 1  # of a protobuf message
 _QUANTIZED_OPERATORS = ("MatMul", "Gemm")
+_PREFIX = "output "  # of the names that torch gives the outputs
 
 
 def convert(
@@ -35,7 +36,7 @@ def convert(
             dynamo=True,
             opset_version=opset,
             input_names=list(inputs),
-            output_names=list(outputs),
+            output_names=[_PREFIX + name for name in outputs],
             verbose=False,
             external_data=False,
         )
@@ -49,6 +50,7 @@ def convert(
     actual = next(entry.version for entry in proto.opset_import if not entry.domain)
     if actual != opset:
         raise ExportError(f"torch made ONNX opset {actual} where {opset} was asked for: use opset={actual}.")
+    _name_outputs(proto.graph, outputs)
     if quantize:
         proto = _quantize(proto)
     proto.metadata_props.add(key=METADATA, value=json.dumps(metadata))
@@ -58,6 +60,16 @@ def convert(
             'Use precision="fp16", or format="torch-export".'
         )
     return proto.SerializeToString()
+
+
+def _name_outputs(graph: Any, outputs: Sequence[str]) -> None:
+    """Give the outputs their names. torch calls a value after its operator: a mean inside steps aside for `mean`."""
+    names = {name: f"{name}_inside" for name in outputs} | {_PREFIX + name: name for name in outputs}
+    for node in graph.node:
+        node.input[:] = [names.get(name, name) for name in node.input]
+        node.output[:] = [names.get(name, name) for name in node.output]
+    for value in (*graph.output, *graph.value_info):
+        value.name = names.get(value.name, value.name)
 
 
 def _quantize(proto: Any) -> Any:
