@@ -108,6 +108,24 @@ def test_a_bias_after_the_output_layer_would_have_changed_the_class_of_most_rows
         afield.fit_posterior(afield.attach(net, **SMALL), [(x, y)])
 
 
+@pytest.mark.parametrize(
+    "cap", [lambda f: f.clamp(-5, 5), lambda f: 30 * torch.tanh(f / 30)], ids=["clamp", "soft cap"]
+)
+def test_a_cap_that_changes_large_logits_only_is_refused(cap: Callable[[Tensor], Any]) -> None:
+    net = Body(cap)
+    with torch.no_grad():
+        net.fc.weight *= 100
+    assert not torch.equal(net(batch()[0]), _uncapped(net)(batch()[0]))
+    with pytest.raises(WrongOutput, match=AFTER):
+        afield.fit_posterior(afield.attach(net, **SMALL), [batch()])
+
+
+def _uncapped(net: Body) -> Body:
+    plain = Body(lambda f: f)
+    plain.load_state_dict(net.state_dict())
+    return plain
+
+
 def test_fit_head_looks_as_well() -> None:
     model = afield.sngp(Body(CHANGED["bias"]), None, freeze=True, **SMALL)
     with pytest.raises(WrongOutput, match=AFTER):

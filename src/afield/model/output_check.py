@@ -92,9 +92,8 @@ class _Seen:
     def _replace(self, head: nn.Module, given: tuple[Any, ...], logits: Tensor) -> Tensor | None:
         if threading.get_ident() != self.thread:
             return None
-        generator = torch.Generator().manual_seed(0)
         self.h = given[0]
-        self.logits = torch.randn(logits.shape, generator=generator).to(logits)
+        self.logits = _random_like(logits)
         return self.logits.clone()  # the network may go on in place
 
     def _note(self, name: str) -> Callable[[nn.Module, tuple[Any, ...], Any], None]:
@@ -106,6 +105,15 @@ class _Seen:
                 self.linears[name] = output.clone()
 
         return seen
+
+
+def _random_like(logits: Tensor) -> Tensor:
+    """Random numbers in the shape of logits, every other one as large as the largest of them: a clamp or a soft cap
+    changes large ones only."""
+    numbers = torch.randn(logits.shape, generator=torch.Generator().manual_seed(0)).to(logits)
+    largest = logits.detach().abs().amax().nan_to_num(1.0, posinf=1.0)
+    every_other = torch.arange(numbers.numel(), device=logits.device).reshape(numbers.shape) % 2 == 0
+    return torch.where(every_other, torch.clamp(numbers, -1, 1) * largest.clamp_min(1.0), numbers)
 
 
 def _changed(model: SNGP, others: list[str], linears: list[str]) -> str:
