@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
+from torch.utils.hooks import RemovableHandle
 
 from afield.bounds.spectral import bound, fold
 from afield.bounds.weight_cache import KeptWeight, kept_weights
@@ -181,21 +182,20 @@ def test_what_else_a_convolution_does_is_noticed(change: Callable[[nn.Module], N
         assert torch.equal(run(net, x), expected)
 
 
-def test_a_hook_that_is_removed_leaves_nothing() -> None:
+@pytest.mark.parametrize("register", [nn.Module.register_forward_pre_hook, nn.Module.register_forward_hook])
+def test_a_hook_runs_until_it_is_removed(register: Callable[..., RemovableHandle]) -> None:
     net, x = started()
-    before = run(net, x)
-    for register in (net[CONV].register_forward_pre_hook, net[CONV].register_forward_hook):
-        seen: list[object] = []
-        handle = register(lambda *_: seen.append(_))
-        for count in range(1, 4):
-            assert torch.equal(run(net, x), before)
-            assert len(seen) == count
-        assert compared(net, x) == 0  # with the hook, too
-        handle.remove()
-        for _ in range(2):
-            assert torch.equal(run(net, x), before)
-        assert compared(net, x) == 0
-        assert len(seen) == 4
+    before, seen = run(net, x), []
+    handle = register(net[CONV], lambda *_: seen.append(1))
+    for count in range(1, 4):
+        assert torch.equal(run(net, x), before)
+        assert len(seen) == count
+    assert compared(net, x) == 0  # with the hook, too
+    handle.remove()
+    for _ in range(2):
+        assert torch.equal(run(net, x), before)
+    assert compared(net, x) == 0
+    assert len(seen) == 4
 
 
 def test_a_layer_with_another_convolution_keeps_it() -> None:

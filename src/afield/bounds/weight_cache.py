@@ -199,7 +199,7 @@ _VERSION, _SETTINGS = attrgetter("_version"), itemgetter("training", "c")
 _COMPARED: ContextVar[_Together | None] = ContextVar("kept weights that were compared", default=None)
 
 
-class kept_weights:  # noqa: N801: it is called like a function
+class kept_weights:
     """A context for one pass of a network: what its layers have kept is compared once, when the pass begins."""
 
     __slots__ = ("_net", "_regroups", "_token")

@@ -18,7 +18,7 @@ _WITHOUT_MODE = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _CHILDREN_AND_MODE = itemgetter("_modules", "training")
 
 
-class evaluating:  # noqa: N801: it is called like a function
+class evaluating:
     """A context: evaluation mode without gradients; every submodule's own mode comes back afterwards.
 
     Threads share the module, hence its modes: the first to enter notes them, the last to leave brings them back. A
