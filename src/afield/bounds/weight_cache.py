@@ -86,12 +86,10 @@ class KeptWeight:
 
     def readable(self) -> bool:
         """Whether the weight may be read in its place: nothing needs to follow how it is made, and it stands."""
-        if self.together is not None and _COMPARED.get() is self.together:
-            return self.readable_together()
-        return plain_evaluation() and self.stands()
+        return self.readable_together() or (plain_evaluation() and self.stands())
 
     def readable_together(self) -> bool:
-        """The same where it was compared with its group, before the network ran."""
+        """The same, because it was compared with its group before the network ran."""
         if self.together is None or _COMPARED.get() is not self.together:
             return False
         tensors, name = self._place
