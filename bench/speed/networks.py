@@ -201,7 +201,7 @@ def bare_row(head: GaussianProcessHead) -> Callable[[np.ndarray], tuple[object, 
     phase, own_phase, shift = features.phase.numpy(), own.phase.numpy(), own.shift.numpy()
     weight, scale = head.weight.detach().numpy(), math.sqrt(2 / len(v))
     root = head.precision.root[0]
-    blocks = [(end, root[end - 256 : end, :end].contiguous().numpy()) for end in range(256, len(root) + 1, 256)]
+    blocks = [(end, root[end - 128 : end, :end].contiguous().numpy()) for end in range(128, len(root) + 1, 128)]
     m, ab = distance.shift.numpy(), distance.root.numpy()
     centers, offsets, d = distance.centers.numpy(), distance.offsets.numpy(), distance.in_features
     knots, widths, slopes = (getattr(head.joined_score, name).numpy() for name in ("knots", "widths", "slopes"))

@@ -2,11 +2,14 @@
 
 import copy
 import pickle
+from collections.abc import Callable
 from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
+from torch.utils.hooks import RemovableHandle
 
 from afield.bounds.spectral import bound, fold
 from afield.bounds.weight_cache import KeptWeight, kept_weights
@@ -136,3 +139,72 @@ def test_copies_share_nothing() -> None:
             twin[NUMBER].parametrizations["weight"].original.data.mul_(-1)
         assert torch.equal(run(twin, x), fold(twin)(x))
         assert torch.equal(run(net, x), fold(net)(x))
+
+
+CONV = 4  # of the layers, a convolution
+
+
+def own_forward(layer: nn.Module) -> None:
+    """As libraries do that move a layer to another device, or to fewer bits, for its pass."""
+    then = layer.forward
+    layer.forward = lambda x: 3 * then(x)
+
+
+def hook_before(layer: nn.Module) -> None:
+    layer.register_forward_pre_hook(lambda _, args: (args[0] + 1,))
+
+
+def hook_after(layer: nn.Module) -> None:
+    layer.register_forward_hook(lambda _, args, out: 3 * out)
+
+
+def bias_of(layer: nn.Module) -> None:
+    class Shifted(nn.Module):
+        def forward(self, bias: Tensor) -> Tensor:
+            return bias + 1
+
+    parametrize.register_parametrization(layer, "bias", Shifted().eval())
+
+
+def pad(layer: nn.Module) -> None:
+    layer.padding, layer.padding_mode, layer._reversed_padding_repeated_twice = (1, 1), "circular", [1, 1, 1, 1]
+
+
+@pytest.mark.parametrize("change", [own_forward, hook_before, hook_after, bias_of, pad])
+def test_what_else_a_convolution_does_is_noticed(change: Callable[[nn.Module], None]) -> None:
+    net, x = started()
+    before = run(net, x)
+    change(net[CONV])
+    with torch.no_grad():
+        expected = net(x)  # outside of the context
+    assert expected.shape != before.shape or not torch.equal(expected, before)
+    for _ in range(3):
+        assert torch.equal(run(net, x), expected)
+
+
+@pytest.mark.parametrize("register", [nn.Module.register_forward_pre_hook, nn.Module.register_forward_hook])
+def test_a_hook_runs_until_it_is_removed(register: Callable[..., RemovableHandle]) -> None:
+    net, x = started()
+    before, seen = run(net, x), []
+    handle = register(net[CONV], lambda *_: seen.append(1))
+    for count in range(1, 4):
+        assert torch.equal(run(net, x), before)
+        assert len(seen) == count
+    assert compared(net, x) == 0  # with the hook, too
+    handle.remove()
+    for _ in range(2):
+        assert torch.equal(run(net, x), before)
+    assert compared(net, x) == 0
+    assert len(seen) == 4
+
+
+def test_a_layer_with_another_convolution_keeps_it() -> None:
+    class Doubled(nn.Conv2d):
+        def _conv_forward(self, *args: object) -> Tensor:
+            return 2 * super()._conv_forward(*args)
+
+    net, x = started()
+    net[CONV] = bound(Doubled(1, 1, 1), 0.3).eval()
+    for _ in range(4):
+        out = run(net, x)
+        assert torch.equal(out, fold(net)(x))

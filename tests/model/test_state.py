@@ -15,6 +15,8 @@ from torch import Tensor, nn
 
 import afield
 from afield.errors import Stale, StaleWarning
+from afield.model import fingerprint
+from afield.model.fingerprint import digest
 from afield.model.posterior import downdate, merge, update
 
 N = 200
@@ -128,6 +130,35 @@ def test_what_changes_nothing_is_no_change() -> None:
     other = copy.deepcopy(model)
     assert torch.equal(other.predict(x).p_value, after.p_value)
     update(other, [data(3)])
+
+
+def test_a_prediction_hashes_the_network_only_where_it_may_have_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, (x, _), digests = fitted(), data(2), []
+    model.predict(x)
+    monkeypatch.setattr(fingerprint, "digest", lambda *a, **k: digests.append(1) or digest(*a, **k))
+    model.head.set_scalars(amplitude=2.0)  # the posterior's own tensors are no part of the network
+    model.head.set_reference(torch.rand(50))
+    for _ in range(2):
+        model.predict(x)
+    assert not digests
+    with torch.no_grad():
+        next(model.net.parameters()).mul_(1)
+    for _ in range(2):
+        model.predict(x)
+    assert len(digests) == 1
+
+
+@pytest.mark.parametrize("layer", [nn.BatchNorm1d(4), nn.Linear(4, 4)], ids=lambda layer: type(layer).__name__)
+def test_a_tensor_that_comes_or_goes_is_a_change(layer: nn.Module) -> None:
+    net = nn.Sequential(copy.deepcopy(layer).eval(), nn.Linear(4, 3))
+    seen = fingerprint.Fingerprint(net)
+    assert seen.still_holds(net)
+    bias, net[0].bias = net[0].bias, None
+    assert not seen.still_holds(net)
+    net[0].bias = bias
+    assert seen.still_holds(net)
+    net[0].register_parameter("more", nn.Parameter(torch.ones(1)))
+    assert not seen.still_holds(net)
 
 
 def test_merge_takes_copies_of_one_model_only() -> None:

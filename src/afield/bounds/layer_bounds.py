@@ -89,8 +89,8 @@ class Bound(nn.Module):
         return [(self._buffers, "u"), (self._buffers, "v")]
 
     def constants(self) -> tuple[float, ...]:
-        """The numbers that the bounded weight depends on."""
-        return (self.c,)
+        """The numbers that the bounded weight depends on in evaluation mode, beside c."""
+        return ()
 
     @property
     def binding(self) -> float:
@@ -217,7 +217,7 @@ class BatchNormBound(Bound):
     def constants(self) -> tuple[float, ...]:
         norm = cast(nn.BatchNorm2d, self._layer[0])
         moved = [] if norm.running_var is None else norm.running_var.tolist()  # without counting up its version
-        return self.c, norm.eps, *moved
+        return norm.eps, *moved
 
 
 def _unit(x: Tensor, otherwise: Tensor, dim: int | None = None) -> Tensor:

@@ -9,10 +9,7 @@ from torch.nn.modules.module import _has_any_global_hook as any_global_hook
 from torch.nn.utils import parametrize
 
 from afield.bounds import optimizer_steps
-from afield.bounds.weight_cache import KEPT, KeptWeight, make_and_keep, regroup
-
-_KEPT_WEIGHT = KEPT + "weight"
-_CONVOLUTIONS = (nn.Conv1d.forward, nn.Conv2d.forward, nn.Conv3d.forward)
+from afield.bounds.weight_cache import KEPT, KEPT_WEIGHT, KeptWeight, make_and_keep, regroup
 
 
 def refine_class(layer: nn.Module, name: str) -> None:
@@ -24,7 +21,7 @@ def refine_class(layer: nn.Module, name: str) -> None:
     kind.__reduce_ex__ = _reduce
     if "__getstate__" in kind.__dict__:  # torch's, which refuses
         del kind.__getstate__
-    if kind.forward in _CONVOLUTIONS:
+    if kind.forward in (nn.Conv1d.forward, nn.Conv2d.forward, nn.Conv3d.forward):
         kind._call_impl = _call
 
 
@@ -49,33 +46,31 @@ def _reader(name: str, make: Callable[[nn.Module], Tensor]) -> Callable[[nn.Modu
 
 
 def _call(layer: Any, *args: Any, **kwargs: Any) -> Any:
-    """A convolution whose weight is kept, without the hook by which its bound sees the input.
+    """A convolution whose weight was compared with those of its network, and of which nobody wants anything else.
 
-    In evaluation the hook has nothing to do once the input size is known, and costs a third of a small layer. Hooks of
-    the backward pass have nothing to do either: a weight is read in its place only without gradients.
+    In evaluation the hook by which its bound sees the input has nothing to do once the input size is known, and costs a
+    third of a small layer. Each bounded layer has a class of its own, whose methods have left the processor's caches
+    since the last pass: all that is needed is in the layer's dictionary. Hooks of the backward pass have nothing to do:
+    a weight is read in its place only without gradients.
     """
     own = layer.__dict__
-    kept: KeptWeight | None = own.get(_KEPT_WEIGHT)
+    kept: KeptWeight | None = own.get(KEPT_WEIGHT)
     if (
         kept is None
+        or kept.convolve is None
         or torch.compiler.is_compiling()
         or kwargs
         or len(args) != 1
-        or own["_forward_hooks"]
+        or not kept.readable_together()
+        or own["padding_mode"] != "zeros"
+        or "forward" in own
+        or "_conv_forward" in own
+        or "bias" not in own["_parameters"]  # but parametrised
         or any_global_hook()
-        or not kept.readable()
-        or not _has_one_hook(own["_forward_pre_hooks"], kept)
     ):
         return nn.Module._call_impl(layer, *args, **kwargs)
-    return layer._conv_forward(args[0], kept.value, own["_parameters"]["bias"])
-
-
-def _has_one_hook(found: dict[int, Any], kept: KeptWeight) -> bool:
-    """Whether the bound's own hook is the only one."""
-    if len(found) != 1:
-        return False
-    (hook,) = found.values()
-    return getattr(hook, "__self__", None) is kept.source
+    bias = own["_parameters"]["bias"]
+    return kept.convolve(args[0], kept.value, bias, own["stride"], own["padding"], own["dilation"], own["groups"])
 
 
 def _reduce(layer: nn.Module, _: Any) -> tuple[Any, ...]:

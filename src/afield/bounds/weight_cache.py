@@ -13,11 +13,10 @@ Only on the CPU: elsewhere, a look at the entries would wait for the device. `af
 Threads may read at once: what is kept never changes, it is only replaced.
 """
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextvars import ContextVar
 from itertools import chain
-from operator import attrgetter, is_, itemgetter, methodcaller
+from operator import attrgetter, is_, itemgetter
 from typing import Any, Protocol
 
 import numpy as np
@@ -31,9 +30,11 @@ from torch.nn.utils import parametrize
 from afield.bounds import optimizer_steps
 
 KEPT = "_kept_"  # and the name of the tensor: where a layer has its `KeptWeight`
+KEPT_WEIGHT = KEPT + "weight"
 _TOGETHER = "_kept_together"  # where a network has its `_Together`
 _FEWEST = 4  # bounded layers for which a comparison of all at once pays
 _SAMPLED = 8  # entries of a weight that are compared
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 Place = tuple[dict[str, Any], str]
 """Where a tensor is found: a dictionary of a module's parameters or buffers, and a name."""
@@ -43,13 +44,14 @@ class Source(Protocol):
     """What makes the weight: a bound."""
 
     training: bool
+    c: float
 
     def made_of(self) -> list[Place]:
         """The tensors beside the weight itself on which the weight of evaluation mode depends."""
         ...
 
     def constants(self) -> tuple[float, ...]:
-        """The numbers on which it depends."""
+        """The numbers beside c on which it depends."""
         ...
 
 
@@ -62,19 +64,20 @@ class KeptWeight:
 
     __slots__ = (
         "_address", "_chain", "_constants", "_entries", "_entries_then", "_others", "_place", "_steps", "_stride",
-        "_value_version", "_version", "_weight", "source", "together", "value",
+        "_value_version", "_version", "_weight", "convolve", "source", "together", "value",
     )  # fmt: skip
 
     def __init__(self, source: Source, place: Place, chain: dict[str, Any]) -> None:
         weight: Tensor = place[0][place[1]]
         self.source, self._place, self._chain, self._weight = source, place, chain, weight
         self._address, self._stride, self._version = weight.data_ptr(), weight.stride(), weight._version
-        self._steps, self._constants = optimizer_steps.count, source.constants()
+        self._steps, self._constants = optimizer_steps.count, (source.c, *source.constants())
         others = [(tensors, name, tensors[name]) for tensors, name in source.made_of()]
         self._others = [(tensors, name, tensor, tensor._version) for tensors, name, tensor in others]
         self._entries = _sample(weight)
         self._entries_then = self._entries.clone()
         self.together: _Together | None = None  # the group with which it is compared
+        self.convolve: Callable[..., Tensor] | None = None  # what its layer does, if nobody wants more of it
 
     def fill(self, value: Tensor) -> "KeptWeight":
         """With the weight that was made."""
@@ -83,11 +86,14 @@ class KeptWeight:
 
     def readable(self) -> bool:
         """Whether the weight may be read in its place: nothing needs to follow how it is made, and it stands."""
-        together = self.together
-        if together is not None and _COMPARED.get() is together:
-            tensors, name = self._place
-            return tensors[name] is self._weight and not torch.is_grad_enabled()  # a network may do this to its layers
-        return plain_evaluation() and self.stands()
+        return self.readable_together() or (plain_evaluation() and self.stands())
+
+    def readable_together(self) -> bool:
+        """The same, because it was compared with its group before the network ran."""
+        if self.together is None or _COMPARED.get() is not self.together:
+            return False
+        tensors, name = self._place
+        return tensors[name] is self._weight and not torch.is_grad_enabled()  # a network may do this to its layers
 
     def stands(self) -> bool:
         """Whether the weight would come out the same now."""
@@ -101,7 +107,7 @@ class KeptWeight:
             or weight._version != self._version
             or weight.stride() != self._stride
             or self._steps != optimizer_steps.count
-            or self._constants != self.source.constants()
+            or self._constants != (self.source.c, *self.source.constants())
             or self.value._version != self._value_version  # somebody wrote into it
         ):
             return False
@@ -121,8 +127,9 @@ class _Together:
     """The kept weights of a network, compared as each compares itself. The loops run in C."""
 
     __slots__ = (
-        "_addresses", "_chains", "_constants", "_entries", "_kept", "_layers", "_names", "_owners", "_places", "_slots",
-        "_sources", "_states", "_steps", "_strides", "_tensors", "_versions", "_weights", "complete", "pays",
+        "_addresses", "_chains", "_constants", "_entries", "_hooked", "_hooks", "_kept", "_layers", "_names", "_owners",
+        "_places", "_settings", "_slots", "_sources", "_states", "_steps", "_strides", "_tensors", "_versions",
+        "_weights", "complete", "pays",
     )  # fmt: skip
 
     def __init__(self, net: nn.Module) -> None:
@@ -135,7 +142,11 @@ class _Together:
         self._steps = optimizer_steps.count
         self._sources, self._chains = [one.source for one in kept], [one._chain for one in kept]
         self._states = [source.__dict__ for source in self._sources]
-        self._constants = [one._constants for one in kept]
+        self._settings = [(False, one._constants[0]) for one in kept]
+        self._constants = [(one.source, one._constants[1:]) for one in kept if len(one._constants) > 1]
+        convolving = [m for m in layers if isinstance(m, _CONVOLUTIONS)]
+        self._hooks = [hooks for m in convolving for hooks in (m._forward_hooks, m._forward_pre_hooks)]
+        self._hooked = list(chain.from_iterable(map(dict.values, self._hooks)))
         self._weights = [one._weight for one in kept]
         self._addresses, self._strides = [one._address for one in kept], [one._stride for one in kept]
         found = [(*one._place, one._weight, one._version) for one in kept]
@@ -152,6 +163,9 @@ class _Together:
         if self.pays:
             for one in kept:
                 one.together = self
+            for layer in convolving:
+                if (of_layer := layer.__dict__.get(KEPT_WEIGHT)) is not None:
+                    of_layer.convolve = _convolution(layer, of_layer.source)
 
     def same_kept(self) -> bool:
         """Whether the layers have kept what they had."""
@@ -166,8 +180,9 @@ class _Together:
             and list(map(Tensor.data_ptr, self._weights)) == self._addresses
             and list(map(Tensor.stride, self._weights)) == self._strides
             and list(chain.from_iterable(map(dict.values, self._chains))) == self._sources
-            and not any(map(_TRAINING, self._states))
-            and list(map(_CONSTANTS, self._sources)) == self._constants
+            and list(map(_SETTINGS, self._states)) == self._settings
+            and all(source.constants() == then for source, then in self._constants)
+            and list(chain.from_iterable(map(dict.values, self._hooks))) == self._hooked
             and all(np.concatenate(entries).tobytes() == then for entries, then in self._entries)
         )
 
@@ -178,27 +193,35 @@ class _Together:
         return type(None), ()
 
 
-_VERSION, _TRAINING, _CONSTANTS = attrgetter("_version"), itemgetter("training"), methodcaller("constants")
+_VERSION, _SETTINGS = attrgetter("_version"), itemgetter("training", "c")
 _COMPARED: ContextVar[_Together | None] = ContextVar("kept weights that were compared", default=None)
 
 
-@contextlib.contextmanager
-def kept_weights(net: nn.Module) -> Iterator[None]:
+class kept_weights:
     """A context for one pass of a network: what its layers have kept is compared once, when the pass begins."""
-    if torch.compiler.is_compiling() or not plain_evaluation():
-        yield
-        return
-    together: _Together | None = net.__dict__.get(_TOGETHER)
-    if together is not None and together.pays and (together.complete or together.same_kept()) and together.stands():
-        token = _COMPARED.set(together)
-        try:
-            yield
-        finally:
-            _COMPARED.reset(token)
-        return
-    yield  # each layer compares, and keeps
-    if together is None or not together.same_kept():
-        net.__dict__[_TOGETHER] = _Together(net)
+
+    __slots__ = ("_net", "_regroups", "_token")
+
+    def __init__(self, net: nn.Module) -> None:
+        self._net = net
+
+    def __enter__(self) -> None:
+        self._token, self._regroups = None, False
+        if torch.compiler.is_compiling() or not plain_evaluation():
+            return
+        together: _Together | None = self._net.__dict__.get(_TOGETHER)
+        if together is not None and together.pays and (together.complete or together.same_kept()) and together.stands():
+            self._token = _COMPARED.set(together)
+        else:  # each layer compares, and keeps
+            self._regroups = True
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if self._token is not None:
+            _COMPARED.reset(self._token)
+        elif self._regroups and kind is None:
+            together: _Together | None = self._net.__dict__.get(_TOGETHER)
+            if together is None or together.pays or not together.same_kept():
+                self._net.__dict__[_TOGETHER] = _Together(self._net)
 
 
 def regroup() -> None:
@@ -231,6 +254,18 @@ def plain_evaluation() -> bool:
 def followed() -> bool:
     """Whether something looks at every operation: a trace, vmap and its kin, a dispatch mode."""
     return bool(tracing_state() is not None or transforms() is not None or dispatch_modes())
+
+
+def _convolution(layer: nn.Module, source: Source) -> Callable[..., Tensor] | None:
+    """What the layer does beside its bound's own hook, where that is the convolution of torch and nothing else."""
+    kind: Any = type(layer)
+    hooks = [*layer._forward_hooks.values(), *layer._forward_pre_hooks.values()]
+    if len(hooks) != 1 or getattr(hooks[0], "__self__", None) is not source or layer._forward_hooks:
+        return None
+    for one, convolve in zip(_CONVOLUTIONS, (torch.conv1d, torch.conv2d, torch.conv3d), strict=True):
+        if kind.forward is one.forward and kind._conv_forward is one._conv_forward:
+            return convolve
+    return None
 
 
 def _plain(tensor: Tensor | None) -> bool:

@@ -4,8 +4,7 @@ A network may take anything and return anything, so hidden vectors are not compu
 and its output layer hands over what reaches it, with zeros in place of logits.
 """
 
-import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -31,8 +30,18 @@ class Tap(nn.Module):
 
 def hidden_vectors(net: nn.Module, output: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Tensor, Any]:
     """The hidden vectors that reach the layer `output` in one pass, and what the network returned."""
-    with _capturing(net, output) as captured:
+    captured: list[Tensor] = []
+    layer = layer_at(net, output)
+    if torch.compiler.is_dynamo_compiling():  # dynamo follows no ContextVar; nor do threads share a trace
+        layer.captured = captured  # type: ignore[assignment]
         returned = net(*args, **kwargs)
+        layer.captured = None  # type: ignore[assignment]
+    else:
+        token = _CAPTURED.set((layer, captured))
+        try:
+            returned = net(*args, **kwargs)
+        finally:
+            _CAPTURED.reset(token)
     if len(captured) != 1:
         raise RuntimeError(
             f"The output layer {output!r} ran {len(captured)} times in one forward pass, expected once. "
@@ -55,18 +64,12 @@ def handed_over(layer: nn.Module, h: Tensor, out_features: int) -> Tensor | None
     return h.new_zeros(*h.shape[:-1], out_features)
 
 
-@contextlib.contextmanager
-def _capturing(net: nn.Module, output: str) -> Iterator[list[Tensor]]:
-    """Collect what reaches an output layer in this thread."""
-    captured: list[Tensor] = []
-    if torch.compiler.is_dynamo_compiling():  # dynamo follows no ContextVar; nor do threads share a trace
-        layer = net.get_submodule(output)
-        layer.captured = captured  # type: ignore[assignment]
-        yield captured
-        layer.captured = None  # type: ignore[assignment]
-        return
-    token = _CAPTURED.set((net.get_submodule(output), captured))
-    try:
-        yield captured
-    finally:
-        _CAPTURED.reset(token)
+def layer_at(net: nn.Module, name: str) -> nn.Module:
+    """`get_submodule`, in a fraction of its time."""
+    found = net
+    for part in name.split(".") if name else ():
+        inner = found._modules.get(part)
+        if inner is None:  # torch has the message
+            return net.get_submodule(name)
+        found = inner
+    return found

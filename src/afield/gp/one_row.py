@@ -35,7 +35,7 @@ from afield.gp.geometry import GEOMETRIES
 from afield.gp.head_state import PARTS
 from afield.gp.joined_score import JoinedScore
 from afield.gp.likelihoods import LIKELIHOODS
-from afield.gp.precision import BLOCK, Accumulator, Precision
+from afield.gp.precision import Accumulator, Precision
 from afield.prediction.p_values import fewest_rows
 from afield.prediction.prediction import Prediction
 from afield.prediction.predictive import MEAN_FIELD_FACTOR
@@ -49,6 +49,7 @@ _FACTS = ("score", "likelihood", "out_features", "dropped", "added", "mean")  # 
 _VERSION, _ADAPTED = attrgetter("_version"), attrgetter("adapted")
 _SMALL, _SMALL_SUM = 8192, 1920  # a small matrix: its entries, and the bytes of an entry times (rows + columns)
 _FEWEST_ROWS = 8  # of a small matrix, for which BLAS pays
+_ROWS = 128  # of a block of the triangle, which is read as fast as memory gives it: fewer rows, fewer zeros
 Array = np.ndarray[Any, Any]
 
 
@@ -153,7 +154,7 @@ class _Answer:
         if head.variance_features is not None:
             self._phi = _Features(head.random_features)
         root = _array(head.precision.root[0])
-        ends = [min(start + BLOCK, len(root)) for start in range(0, len(root), BLOCK)]
+        ends = [min(start + _ROWS, len(root)) for start in range(0, len(root), _ROWS)]
         self._triangle = [(end, root[start:end, :end].copy()) for start, end in zip([0, *ends], ends, strict=False)]
         self._weight: Any = None if self._kept is not None else _array(head.weight)
         self._constant = None if head.constant is None else _array(head.constant)

@@ -1,9 +1,6 @@
 """Evaluation mode that threads can share."""
 
-import contextlib
 import os
-import weakref
-from collections.abc import Iterator
 from itertools import chain
 from operator import itemgetter
 from typing import Any
@@ -15,37 +12,50 @@ from torch.nn.utils import parametrize
 from afield.gp.snapshot import Lock
 
 _LOCK = Lock(rank=2)
-
-
-_MODES: "weakref.WeakKeyDictionary[nn.Module, list[Any]]" = weakref.WeakKeyDictionary()  # [readers, modes]
+_MODES: dict[int, list[Any]] = {}  # by the id of a module: readers, modes, and the module
 _FLAT = "_flat_modules"  # where a module has its `_Flat`
 _WITHOUT_MODE = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
-_CHILDREN, _TRAINING = itemgetter("_modules"), itemgetter("training")
+_CHILDREN_AND_MODE = itemgetter("_modules", "training")
 
 
-@contextlib.contextmanager
-def evaluating(module: nn.Module) -> Iterator[None]:
-    """Evaluation mode without gradients; every submodule's own mode comes back afterwards.
+class evaluating:
+    """A context: evaluation mode without gradients; every submodule's own mode comes back afterwards.
 
     Threads share the module, hence its modes: the first to enter notes them, the last to leave brings them back. A
     module that is in evaluation mode already needs neither.
+
+    gradients  follow what is computed nevertheless
     """
-    if not (_MODES or _trains(module) or _MODES):  # again: another thread may have entered while this one looked
-        with torch.no_grad():
-            yield
-        return
-    with _LOCK:
-        entry = _MODES.setdefault(module, [0, [(m, m.training) for m in module.modules()]])
-        entry[0] += 1
-        module.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
+
+    __slots__ = ("_entry", "_gradients", "_module", "_with_gradients")
+
+    def __init__(self, module: nn.Module, *, gradients: bool = False) -> None:
+        self._module, self._gradients = module, gradients
+
+    def __enter__(self) -> None:
+        self._entry: list[Any] | None = None
+        if _MODES or _trains(self._module) or _MODES:  # again: another thread may have entered while this one looked
+            self._enter_together()
+        self._with_gradients = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(self._gradients)
+
+    def __exit__(self, *_: object) -> None:
+        torch._C._set_grad_enabled(self._with_gradients)
+        if self._entry is not None:
+            self._leave_together(self._entry)
+
+    def _enter_together(self) -> None:
+        module = self._module
+        with _LOCK:
+            self._entry = _MODES.setdefault(id(module), [0, [(m, m.training) for m in module.modules()], module])
+            self._entry[0] += 1
+            module.eval()
+
+    def _leave_together(self, entry: list[Any]) -> None:
         with _LOCK:
             entry[0] -= 1
             if not entry[0]:
-                del _MODES[module]
+                _MODES.pop(id(self._module), None)
                 for m, training in entry[1]:
                     m.training = training
 
@@ -60,12 +70,12 @@ class _Flat:
     at for other children, and no closer.
     """
 
-    __slots__ = ("_children", "_found", "_leaves", "_parents", "_states")
+    __slots__ = ("_children_and_mode", "_found", "_leaves", "_parents", "_states")
 
     def __init__(self, modules: list[nn.Module]) -> None:
         closely = _looked_at_closely(modules)
         self._states = [m.__dict__ for m in closely]
-        self._children = [m._modules for m in closely]
+        self._children_and_mode = [(m._modules, False) for m in closely]
         children = [m._modules for m in modules]
         self._parents, self._leaves = ([c for c in children if bool(c) is some] for some in (True, False))
         self._found = list(chain.from_iterable(map(dict.values, self._parents)))
@@ -74,8 +84,7 @@ class _Flat:
         """Whether these are the modules of that one, as it is now, and none is in training mode."""
         return (
             self._states[0] is module.__dict__  # and not those of what it is a shallow copy of
-            and list(map(_CHILDREN, self._states)) == self._children
-            and not any(map(_TRAINING, self._states))
+            and list(map(_CHILDREN_AND_MODE, self._states)) == self._children_and_mode
             and not any(self._leaves)
             and list(chain.from_iterable(map(dict.values, self._parents))) == self._found
         )
@@ -114,7 +123,7 @@ def _trains(module: nn.Module) -> bool:
 
 def _after_fork() -> None:
     """In a child process: the threads that were reading are not there, and their modes come back now."""
-    for _, modes in list(_MODES.values()):
+    for _, modes, _ in list(_MODES.values()):
         for m, training in modes:
             m.training = training
     _MODES.clear()

@@ -9,6 +9,7 @@ the tensors' versions and addresses, and hashes again where these have changed.
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 from operator import attrgetter, is_
 from typing import Any
 
@@ -45,12 +46,13 @@ _COUNTERS = ("num_steps", "num_binding", "num_batches_tracked")  # which change 
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor of the network, and where it is held."""
+    """A tensor of the network, where it is held, and whether it is among others that fitting replaces."""
 
     name: str
     owner: dict[str, Any]
     key: str
     tensor: Tensor
+    among_others: bool
 
 
 class Fingerprint:
@@ -100,13 +102,14 @@ def _entries(net: nn.Module, buffers: bool = True) -> Iterator[Entry]:
         if prefix.rpartition(".")[2] in _SUMS and isinstance(_parent(net, prefix), GaussianProcessHead):
             continue
         random = isinstance(module, RandomFeatures)
+        among_others = random or isinstance(module, GaussianProcessHead)
         # Vectors of a spectral bound go on converging whenever a network runs in training mode: no change of weights.
         bound = "parametrizations" in prefix.split(".")
         for owner in (module._parameters, module._buffers if random or (buffers and not bound) else {}):
             for key, tensor in owner.items():
-                own = isinstance(module, GaussianProcessHead | RandomFeatures) and key in _POSTERIOR
+                own = among_others and key in _POSTERIOR
                 if isinstance(tensor, Tensor) and not own and key not in _COUNTERS:
-                    yield Entry(f"{prefix}.{key}", owner, key, tensor)
+                    yield Entry(f"{prefix}.{key}", owner, key, tensor, among_others)
 
 
 def _parent(net: nn.Module, name: str) -> nn.Module:
@@ -116,19 +119,25 @@ def _parent(net: nn.Module, name: str) -> nn.Module:
 class _Look:
     """Where the tensors are, their versions and addresses. Loops run in C: it is compared at every prediction."""
 
-    __slots__ = ("_addresses", "_keys", "_owners", "_tensors", "_versioned", "_versions")
+    __slots__ = ("_addresses", "_members", "_owners", "_places", "_tensors", "_versioned", "_versions")
 
     def __init__(self, net: nn.Module) -> None:
         entries = list(_entries(net))
-        self._owners, self._keys = [e.owner for e in entries], [e.key for e in entries]
+        apart = [e for e in entries if e.among_others]
+        self._places = [e.owner for e in apart], [e.key for e in apart], [e.tensor for e in apart]
+        self._owners = list({id(e.owner): e.owner for e in entries if not e.among_others}.values())
+        self._members = list(chain.from_iterable(map(dict.values, self._owners)))
         self._tensors = [e.tensor for e in entries]
         self._versioned = [tensor for tensor in self._tensors if not tensor.is_inference()]  # which have no version
         self._versions = list(map(_VERSION, self._versioned))
         self._addresses = list(map(Tensor.data_ptr, self._tensors))
 
     def is_same(self) -> bool:
+        owners, keys, tensors = self._places
         return (
-            all(map(is_, map(dict.get, self._owners, self._keys), self._tensors))
+            sum(map(len, self._owners)) == len(self._members)
+            and all(map(is_, chain.from_iterable(map(dict.values, self._owners)), self._members))
+            and all(map(is_, map(dict.get, owners, keys), tensors))
             and list(map(_VERSION, self._versioned)) == self._versions
             and list(map(Tensor.data_ptr, self._tensors)) == self._addresses
         )

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from afield.bounds.spectral import bounds_of, operator_norm
 from afield.bounds.weight_cache import followed, kept_weights
 from afield.errors import Stale, StaleWarning
-from afield.gp.capture import hidden_vectors
+from afield.gp.capture import hidden_vectors, layer_at
 from afield.gp.head import GaussianProcessHead
 from afield.model.batches import as_tensors, device_of, dtype_of, is_loader, split_batch
 from afield.model.evaluating import evaluating
@@ -81,12 +81,7 @@ class SNGP(nn.Module):
 
     @property
     def head(self) -> GaussianProcessHead:
-        found: Any = self.net
-        for name in self.head_name.split(".") if self.head_name else ():
-            found = found._modules.get(name)
-            if found is None:  # torch has the message
-                return self.net.get_submodule(self.head_name)  # type: ignore[return-value]
-        return found
+        return layer_at(self.net, self.head_name)  # type: ignore[return-value]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the network returns; its logits are the posterior mean."""
@@ -105,7 +100,7 @@ class SNGP(nn.Module):
                 raise
             raise clearer from error
         logits = returned if isinstance(returned, Tensor) else getattr(returned, "logits", returned)
-        expected = h[..., 0].numel() * self.head.out_features
+        expected = math.prod(h.shape[:-1]) * self.head.out_features
         if isinstance(logits, Tensor) and logits.numel() != expected:
             raise RuntimeError(
                 f"The output layer {self.output!r} makes {self.head.out_features} numbers for each of "
@@ -139,12 +134,12 @@ class SNGP(nn.Module):
                 "predict. Whole numbers, such as token ids, have no gradient: give their embeddings."
             )
         options: dict[str, Any] = {"predictive": predictive, "num_samples": num_samples, "generator": generator}
-        if len(args) == 1 and not isinstance(args[0], Tensor) and is_loader(args[0]):
-            return self._predict_all(args[0], options, **kwargs)
-        if len(args) == 1 and isinstance(args[0], Mapping):
-            args, kwargs, _ = split_batch({**args[0], **kwargs}, device_of(self), net=self.net)
-        graph = torch.enable_grad() if gradients else contextlib.nullcontext()
-        with evaluating(self), graph, kept_weights(self.net):
+        if len(args) == 1 and not isinstance(args[0], Tensor):
+            if is_loader(args[0]):
+                return self._predict_all(args[0], options, **kwargs)
+            if isinstance(args[0], Mapping):
+                args, kwargs, _ = split_batch({**args[0], **kwargs}, device_of(self), net=self.net)
+        with evaluating(self, gradients=gradients), kept_weights(self.net):
             h = _without_infinity(self.hidden(*args, **kwargs), args or tuple(kwargs.values()))
             if h.dim() <= 2:
                 prediction = self.head.predict(h, **options)
