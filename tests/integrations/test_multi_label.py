@@ -10,7 +10,9 @@ from torch import Tensor
 
 import afield
 
-transformers = pytest.importorskip("transformers", reason='needs pip install "afield[huggingface]"')
+pytest.importorskip("transformers", reason='needs pip install "afield[huggingface]"')
+
+import transformers
 
 from afield.integrations import huggingface
 from afield.integrations.huggingface import TextClassifier
