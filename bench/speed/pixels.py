@@ -1,4 +1,4 @@
-"""Predictions at every pixel, against the same U-Net with its 1x1 convolution and a softmax; and where the time goes."""
+"""Predictions at every pixel, against the same U-Net with a 1x1 convolution and a softmax; and where the time goes."""
 
 import time
 from collections.abc import Callable
