@@ -45,7 +45,8 @@ class NoisyLogits(nn.Module):
     def net(self) -> nn.ModuleList:
         """Its parts in order: all that reads the hidden vector comes last, as an optimizer expects it."""
         assert isinstance(self.gp.net, nn.Sequential)
-        return nn.ModuleList([*self.gp.net[:-1], nn.ModuleList([self.gp.net[-1], self.noise])])
+        *body, head = self.gp.net.children()
+        return nn.ModuleList([*body, nn.ModuleList([head, self.noise])])
 
     def forward(self, x: Tensor) -> Tensor:
         return self.gp(x)
@@ -84,12 +85,13 @@ def _finish(model: NoisyLogits, train: Iterable[Any], val: Iterable[Any], settin
         model.scale.fill_(settings.logit_scale)
         return
     parts, targets = zip(*((_parts(model, predict_gp(model.gp, x)), y) for x, y in val), strict=True)
-    mean, factor, deviation, variance = (torch.cat(part) for part in zip(*parts, strict=True))
-    rows = cut_in_two(len(mean))[0].to(mean.device)
+    whole = [torch.cat(part) for part in zip(*parts, strict=True)]
+    rows = cut_in_two(len(whole[0]))[0].to(whole[0].device)
+    mean, factor, deviation, variance = (part[rows] for part in whole)
     y = torch.cat(targets).to(mean.device)[rows]
     losses = []
     for scale in _SCALES.tolist():
-        probs = _probs(scale, *(part[rows] for part in (mean, factor, deviation, variance)), model.num_samples)
+        probs = _probs(scale, mean, factor, deviation, variance, model.num_samples)
         losses.append(-probs.gather(1, y[:, None]).clamp_min(1e-30).log().double().mean())
     model.scale.copy_(_SCALES[int(torch.stack(losses).argmin())])
 

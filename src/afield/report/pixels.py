@@ -38,8 +38,9 @@ def draw_pixels(task: str, groups: Sequence[Group]) -> Picture | None:
         return None
     group, panels = found[-1]
     rows = [(part, index) for part in panels for index in range(min(_PARTS, len(panels[part]["x"])))]
-    scales = {n: _range([values[n] for values in panels.values()]) for n in ("doubt", "variance", "score")}
     names = {name: title for name, title in _COLUMNS.items() if name in panels["test"]}
+    scaled = names.keys() & {"doubt", "variance", "score"}
+    scales = {name: _range([values[name] for values in panels.values()]) for name in scaled}
     with report_style():
         figure = Figure(figsize=(1.45 * len(names) + 0.6, 1.4 * len(rows) + 0.5), layout="constrained")
         axes = figure.subplots(len(rows), len(names), squeeze=False)
@@ -93,13 +94,15 @@ def _draw(
     if name == "x":
         axis.imshow((values["x"].permute(1, 2, 0) / 2 + 0.5).clamp(0, 1).numpy())
     elif name == "y" and foreign:
-        axis.imshow(values["y"] != 0, cmap=_FOREIGN, vmin=0, vmax=1)
+        axis.imshow(values["y"].numpy() != 0, cmap=_FOREIGN, vmin=0, vmax=1)
     elif name in ("label", "y"):
-        axis.imshow(values[name], cmap=_CLASSES, vmin=0, vmax=len(CLASS_COLOURS))
+        axis.imshow(values[name].numpy(), cmap=_CLASSES, vmin=0, vmax=len(CLASS_COLOURS))
     elif name == "p_value":
-        axis.imshow(values["p_value"].clamp_min(1e-3).log10(), cmap="cividis_r", vmin=math.log10(_SMALLEST), vmax=0)
+        axis.imshow(
+            values["p_value"].clamp_min(1e-3).log10().numpy(), cmap="cividis_r", vmin=math.log10(_SMALLEST), vmax=0
+        )
     else:
         low, high = scales[name]
-        axis.imshow(values[name], cmap="cividis", vmin=low, vmax=high)
+        axis.imshow(values[name].numpy(), cmap="cividis", vmin=low, vmax=high)
     axis.set_xticks([])
     axis.set_yticks([])
