@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils.data import TensorDataset
 
 from afield.backbones.resffn import ResFFN
+from afield.backbones.unet import UNet
 from afield.experiment.training import fit
 from afield.methods import METHODS
 from afield.methods.heteroscedastic import NoisyLogits
@@ -79,7 +80,9 @@ def test_what_cannot_be_noise_is_refused(options: tuple[float, ...], message: st
         LogitNoise(*options)  # type: ignore[arg-type]
 
 
-def test_numbers_are_sent_to_the_noise_of_regression() -> None:
+def test_pixels_are_refused_and_numbers_sent_to_the_noise_of_regression() -> None:
+    with pytest.raises(ValueError, match="het-sngp expects a backbone of one hidden vector an input"):
+        METHODS["het-sngp"].build(partial(UNet, width=8), 3, Settings())
     with pytest.raises(ValueError, match=r'het-sngp expects classes.*noise="input"'):
         METHODS["het-sngp"].build(partial(ResFFN, 2, depth=1, width=8), 1, Settings(likelihood="gaussian"))
 

@@ -69,6 +69,8 @@ def heteroscedastic(*, bounded: bool = True) -> Method[NoisyLogits]:
                 'use afield.sngp(net, likelihood="gaussian", noise="input").'
             )
         gp = plain.build(backbone, num_outputs, settings)
+        if gp.head_name != gp.output:
+            raise ValueError("het-sngp expects a backbone of one hidden vector an input, got one with positions.")
         return NoisyLogits(gp, settings)
 
     return Method(build, _predict, _loss, _finish)
