@@ -2,8 +2,8 @@
 
 A kind of object that `shapes-segmentation` knows is left out of training and shown afterwards, so that choices rest on
 no OOD set that is reported. A small U-Net is trained on few pictures of the others, as `dnn`, to which a variance is
-attached, or as `sngp`. Of each source of the joined score, and of what might take its place, the AUROC of foreign pixels
-(of the kind; of squares of noise) and of the pictures that hold them:
+attached, or as `sngp`. Of each source of the joined score, and of what might take its place, the AUROC of foreign
+pixels (of the kind; of squares of noise) and of the pictures that hold them:
 
     class_distance_equal   all classes count alike in the background and the center of the class distance
     joined_equal           the joined score with it
