@@ -1,4 +1,4 @@
-"""Noise of regression that is not one number: how intervals follow it, and outputs of several scales.
+"""Noise that is not one number: how intervals follow it, outputs of several scales, and labels noisy in places.
 
     python -m bench.noise          three seeds; runs what results/noise.json lacks; docs/outputs.md quotes it
 
@@ -8,25 +8,36 @@ with `afield.sngp` and trained. `truth` knows the mean and the noise. Coverage i
 sixth of |x|.
 
 Scales: three linear outputs in units of 1, 10 and 1000, each with noise of half its unit.
+
+Labels: the four quadrants of a square are classes; on the right, 40% of the labels are those of the other quadrant
+there. `sngp` and `het-sngp`, 1,000 examples to train on, 25 epochs; NLL of fresh labels on the left and on the right.
 """
 
 import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from statistics import mean
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.data import TensorDataset
 
 import afield
+from afield.backbones.resffn import ResFFN
 from afield.decide.conformal import prediction_intervals
+from afield.experiment.training import fit
+from afield.methods import METHODS
+from afield.tasks import TASKS, Task
 from bench.defaults import ROOT
 
 RECORD = ROOT / "results" / "noise.json"
 SEEDS = 3
 SCALES = torch.tensor([1.0, 10.0, 1000.0])
+WRONG = 0.4  # of the labels where they are noisy
 Data = tuple[Tensor, Tensor]
 
 
@@ -122,6 +133,28 @@ def of_scales(how: str, noise: str, seed: int) -> dict[str, float]:
     return {f"{float(scale):g}": float(share) for scale, share in zip(SCALES, shares, strict=True)}
 
 
+def quadrants(n: int, generator: torch.Generator) -> TensorDataset:
+    x = 4 * torch.rand(n, 2, generator=generator) - 2
+    right, above = (x > 0).long().unbind(1)
+    wrong = (right == 1) & (torch.rand(n, generator=generator) < WRONG)
+    return TensorDataset(x, 2 * right + torch.where(wrong, 1 - above, above))
+
+
+def of_labels(how: str, noise: str, seed: int) -> dict[str, float]:
+    generator = torch.Generator().manual_seed(seed)
+    parts = [quadrants(n, generator) for n in (1000, 500, 6000)]
+    backbone = partial(ResFFN, 2, depth=2, width=32)
+    settings = replace(TASKS["two-moons"](0).settings, num_random_features=128)
+    task = Task("quadrants", *parts, ood={}, num_outputs=4, backbone=backbone, settings=settings)
+    p = METHODS[how].predict(fit(task, METHODS[how], seed=seed, epochs=25, learning_rate=5e-3), parts[2].tensors[0])
+    x, y = parts[2].tensors
+    assert p.probs is not None
+    loss, right = -p.probs.gather(1, y[:, None])[:, 0].log(), x[:, 0] > 0
+    truth = -(WRONG * math.log(WRONG) + (1 - WRONG) * math.log(1 - WRONG)) / 2
+    sides = {"left": loss[~right].mean(), "right": loss[right].mean()}
+    return {"nll": float(loss.mean()), "truth": truth} | {side: float(value) for side, value in sides.items()}
+
+
 def main() -> None:
     torch.set_num_threads(1)
     record: dict[str, Any] = (
@@ -131,6 +164,7 @@ def main() -> None:
     plan = [("varying", of_varying, "attach", noise) for noise in ("output", "input")]
     plan += [("scales", of_scales, "attach", "output"), ("varying", of_varying, "sngp", "input")]
     plan += [("scales", of_scales, "sngp", "output"), ("varying", of_varying, "sngp", "output")]
+    plan += [("labels", of_labels, how, "own") for how in ("sngp", "het-sngp")]
     for name, measure, how, noise in plan:
         own = record.setdefault(name, {}).setdefault(how, {})
         if noise in own:

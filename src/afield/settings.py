@@ -66,6 +66,12 @@ class Settings:
     """Of a moving average over batches in the place of the sum over examples; None: the sum."""
     predictive: Literal["mean_field", "monte_carlo"] = "mean_field"
     """How the posterior makes probabilities; monte_carlo: from 100 samples."""
+    noise_rank: int = 2
+    """Of the covariance of the logits' noise, for het-sngp; at most as many as there are classes."""
+    noise_temperature: float = 1.0
+    """Of the softmax over noisy logits in training."""
+    noise_samples: int = 64
+    """Draws of the noise in a training step, where there are more than two classes."""
     score: str | None = None
     """On which p-values of a Gaussian process rest; None: joined for classes, else the variance."""
     dropout: float | None = None

@@ -153,12 +153,13 @@ def test_the_loss_trains_the_output_weights(kind: str):
     assert grad.abs().max() > 0
 
 
-def test_regression_is_gaussian_and_several_labels_at_once_are_refused():
+def test_the_configuration_tells_the_likelihood():
     assert huggingface.sngp(network(num_labels=1, id2label={0: "stars"}), **HEAD).head.likelihood == "gaussian"
     assert huggingface.attach(network(problem_type="regression"), **HEAD).head.likelihood == "gaussian"
     assert huggingface.sngp(network(), likelihood="poisson", **HEAD).head.likelihood == "poisson"
-    with pytest.raises(ValueError, match="Multi-label classification has no likelihood here"):
-        huggingface.sngp(network(problem_type="multi_label_classification"), **HEAD)
+    several = network(problem_type="multi_label_classification")
+    assert huggingface.sngp(several, **HEAD).head.likelihood == "bernoulli"
+    assert afield.attach(several, **HEAD).head.likelihood == "bernoulli"
 
 
 def test_what_cannot_be_converted_says_so():

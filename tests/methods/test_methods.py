@@ -22,12 +22,12 @@ from afield.bounds.spectral import bounds_of, operator_norm
 from afield.experiment.paper import METHOD_OF
 from afield.experiment.training import fit
 from afield.methods import METHODS, ensemble, frozen, gradient_penalty, isomax_plus, mc_dropout, with_temperature
-from afield.methods.average import average
 from afield.methods.dropout import SampledDropout
 from afield.methods.frozen import fit_linear
 from afield.methods.gradient_penalty import penalty
 from afield.methods.isomax import Prototypes
 from afield.methods.mixture import AS_THEY_ARE, rescale, scales_of, set_scales
+from afield.prediction.average import average
 from afield.prediction.metrics import METRICS
 from afield.prediction.prediction import Prediction
 from afield.tasks import TASKS, Task

@@ -7,8 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
 
 import afield
 from afield.model.posterior import update
@@ -148,3 +151,50 @@ def test_what_is_missing_is_said() -> None:
         afield.calibrate(copy.deepcopy(model), [(x, y["color"])])
     with pytest.raises(ValueError, match="output expects names of different layers"):
         afield.attach(Net(), output=["color", "color"])
+
+
+def _fit_on_a_rank(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    model = in_double()
+    if rank == 1:
+        torch.save({name: part.head.precision.data for name, part in model.items()}, Path(folder, "sums.pt"))
+    dist.destroy_process_group()
+
+
+def in_double() -> Heads:
+    x, y = data(61, 5)
+    y = {name: t.double() if t.is_floating_point() else t for name, t in y.items()}
+    loader = DataLoader(Several(x.double(), y), batch_size=7)
+    model = afield.attach(network(), output=list(LIKELIHOODS), likelihood=LIKELIHOODS, num_random_features=32).double()
+    afield.fit_posterior(model, loader, progress=False)
+    return model
+
+
+class Several(Dataset[Any]):
+    """Examples with a target for each head."""
+
+    def __init__(self, x: Tensor, y: dict[str, Tensor]) -> None:
+        self.x, self.y = x, y
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, i: int) -> tuple[Tensor, dict[str, Tensor]]:
+        return self.x[i], {name: t[i] for name, t in self.y.items()}
+
+
+def test_weights_and_a_shuffled_loader_are_refused_for_several_heads_as_for_one() -> None:
+    loader = DataLoader(Several(*data(20)), shuffle=True)
+    with pytest.raises(ValueError, match="this one has a RandomSampler"):
+        afield.fit_posterior(copy.deepcopy(fitted("attach")), loader, weights=torch.ones(20))
+
+
+@pytest.mark.slow
+def test_two_processes_fit_all_heads_as_one_does(tmp_path: Path) -> None:
+    network()  # trained before the fork
+    mp.start_processes(_fit_on_a_rank, (str(tmp_path),), nprocs=2, start_method="fork")
+    sums = torch.load(tmp_path / "sums.pt")
+    assert sums.keys() == LIKELIHOODS.keys()
+    for name, part in in_double().items():
+        torch.testing.assert_close(sums[name], part.head.precision.data)

@@ -65,7 +65,7 @@ def _polar(h: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def _divided(h: Tensor) -> tuple[Tensor, Tensor]:
     """h divided by its largest entry, and that: squares of large or small numbers are none."""
-    largest = torch.linalg.vector_norm(h, ord=torch.inf, dim=-1, keepdim=True).clamp_min(_SHORTEST)
+    largest = h.abs().amax(-1, keepdim=True).clamp_min(_SHORTEST)  # several times as fast as the norm of that name
     return h / largest, largest
 
 

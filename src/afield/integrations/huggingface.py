@@ -97,7 +97,8 @@ def sngp(net: PreTrainedModel, bound: BoundRules = 0.95, *, output: str | None =
 
     bound    a number for the layers between the body and the output layer; None and mappings as in `afield.sngp`
     output   the name of the Linear that makes the logits, where it is not the last one outside the body
-    options  of `afield.sngp`; the likelihood is gaussian where the configuration says regression
+    options  of `afield.sngp`; the likelihood is gaussian where the configuration says regression, and bernoulli, for
+             labels that apply each by itself, where it says multi_label_classification
     """
     prepared, output = _prepare(net, output)
     if isinstance(bound, float | int):
@@ -237,17 +238,22 @@ class TextClassifier:
     def __call__(
         self, texts: str | Iterable[str], *, alpha: float = 0.01, progress: bool | None = None
     ) -> list[dict[str, Any]]:
-        """One dictionary for each text, in their order."""
+        """One dictionary for each text, in their order.
+
+        Of several labels that may apply together: `labels`, the names of those that do, and by name of each label
+        `probabilities` and `p_values`, in the place of `label` and `probability`.
+        """
         texts = [texts] if isinstance(texts, str) else list(texts)
         if not texts:
             return []
         p = self.predict(texts, progress=progress)
-        names, accepted = labels_of(self.model), p.accept(alpha)
+        accepted = p.accept(alpha)
         assert p.p_value is not None
-        columns = (p.labels, p.confidence, p.p_value, accepted, p.score())
+        columns = {"p_value": p.p_value, "accepted": accepted, "score": p.score()}
+        of_texts = zip(*(column.tolist() for column in columns.values()), strict=True)
         return [
-            {"label": names[label], "probability": confidence, "p_value": p_value, "accepted": ok, "score": score}
-            for label, confidence, p_value, ok, score in zip(*(c.tolist() for c in columns), strict=True)
+            answer | dict(zip(columns, values, strict=True))
+            for answer, values in zip(_named(p, labels_of(self.model)), of_texts, strict=True)
         ]
 
     def predict(self, texts: Sequence[str], *, progress: bool | None = None) -> Prediction:
@@ -279,6 +285,24 @@ class TextClassifier:
         )
         known = inspect.signature(self.model.net.forward).parameters
         return {name: value for name, value in encoded.items() if name in known}
+
+
+def _named(p: Prediction, names: list[str]) -> list[dict[str, Any]]:
+    """What a prediction says of each text, with the names of the classes or labels."""
+    if not p.has_labels:
+        both = zip(p.labels.tolist(), p.confidence.tolist(), strict=True)
+        return [{"label": names[label], "probability": confidence} for label, confidence in both]
+    assert p.probs is not None
+    assert p.label_p_value is not None
+    rows = zip(p.labels.tolist(), p.probs.tolist(), p.label_p_value.tolist(), strict=True)
+    return [
+        {
+            "labels": [name for name, one in zip(names, applies, strict=True) if one],
+            "probabilities": dict(zip(names, probs, strict=True)),
+            "p_values": dict(zip(names, p_values, strict=True)),
+        }
+        for applies, probs, p_values in rows
+    ]
 
 
 def _network_class(net: nn.Module) -> type:
@@ -326,8 +350,5 @@ def _layers_after_body(net: nn.Module, output: str) -> list[str]:
 
 def _with_likelihood(net: PreTrainedModel, options: Mapping[str, Any]) -> dict[str, Any]:
     """The options, with the likelihood that the configuration asks for unless they have one."""
-    problem = net.config.problem_type
-    if problem == "multi_label_classification":
-        raise ValueError("Multi-label classification has no likelihood here: use one class an input, or a model each.")
-    regression = problem == "regression" or (problem is None and net.config.num_labels == 1)
-    return {**({"likelihood": "gaussian"} if regression else {}), **options}
+    one_number = net.config.problem_type is None and net.config.num_labels == 1
+    return {**(convert.of_problem(net) or ({"likelihood": "gaussian"} if one_number else {})), **options}

@@ -14,6 +14,7 @@ from afield.methods.gp_hmc import gp_hmc
 from afield.methods.gp_random_features import gp_random_features
 from afield.methods.gp_variational import gp_variational
 from afield.methods.gradient_penalty import gradient_penalty
+from afield.methods.heteroscedastic import heteroscedastic
 from afield.methods.isomax import isomax_plus
 from afield.methods.method import Method
 from afield.methods.temperature import with_temperature
@@ -27,6 +28,7 @@ METHODS["dnn-sn"] = dense(bounded=True)
 METHODS["dnn-sn-temperature"] = with_temperature(METHODS["dnn-sn"])
 METHODS["dnn-gp"] = gaussian_process()
 METHODS["sngp"] = gaussian_process(bounded=True)
+METHODS["het-sngp"] = heteroscedastic()
 METHODS["dnn-gp-paper"] = gaussian_process(settings=PAPER_FORM)
 METHODS["sngp-paper"] = gaussian_process(bounded=True, settings=PAPER_FORM)
 METHODS["duq-gp"] = gradient_penalty(METHODS["dnn-gp"])

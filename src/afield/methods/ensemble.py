@@ -22,9 +22,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from afield.methods.average import mean_of
 from afield.methods.method import BackboneFactory, Members, Method, Model
 from afield.methods.mixture import AS_THEY_ARE, Scales, add_scales, calibrate_mixture, logit_scale_of, mix, scales_of
+from afield.prediction.average import mean_of
 from afield.prediction.prediction import Prediction
 from afield.settings import Settings
 

@@ -24,11 +24,11 @@ from torch import Tensor, nn
 
 from afield.gp.calibration_objective import Objective, choose, class_objective, median
 from afield.gp.likelihoods import LIKELIHOODS
-from afield.methods.average import average
 from afield.methods.method import Model
 from afield.model.calibration import cut_in_two
 from afield.model.sngp_model import SNGP
 from afield.outputs.positions import sample_rows
+from afield.prediction.average import average
 from afield.prediction.positions import at_positions
 from afield.prediction.prediction import Prediction, likelihood_of
 from afield.prediction.predictive import shrink, to_probs

@@ -159,7 +159,7 @@ def sngp(
         default = {"bound": _bound_settings(DEFAULT_BOUNDS), "output": None, "freeze": False, "head": {}}
         return _checked(_again(net, "sngp", settings, default), example)
     net, output, old, kind = _copied(net, output)
-    head = {**kind.options, **_of_problem(net), **head}
+    head = {**kind.options, **of_problem(net), **head}
     settings["head"] = _plain_options(head)
     out_features = head.pop("out_features", kind.outputs(old))
     new = GaussianProcessHead(kind.inputs(old), out_features, **{"variance_features": "auto", **head})
@@ -205,7 +205,7 @@ def attach(net: nn.Module, *, output: str | Several | None = None, example: Any 
     if head.get("covariance", "shared") != "shared":
         raise ValueError('attach keeps the most probable class, which needs covariance="shared".')
     net, output, old, kind = _copied(net, output)
-    head = {**kind.options, **_of_problem(net), **head}
+    head = {**kind.options, **of_problem(net), **head}
     settings["head"] = _plain_options(head)
     undecided = "likelihood" not in head and kind.outputs(old) == 1
     of_classes = not undecided and LIKELIHOODS[head.get("likelihood", "categorical")].of_classes
@@ -219,7 +219,7 @@ def attach(net: nn.Module, *, output: str | Several | None = None, example: Any 
     return _checked(SNGP(net, output, kind="attach", settings=settings, reasons={}), example)
 
 
-def _of_problem(net: nn.Module) -> dict[str, Any]:
+def of_problem(net: nn.Module) -> dict[str, Any]:
     """The likelihood that a Hugging Face network's configuration names."""
     problem = getattr(getattr(net, "config", None), "problem_type", None)
     return {"likelihood": _PROBLEMS[problem]} if problem in _PROBLEMS else {}

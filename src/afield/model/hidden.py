@@ -172,6 +172,7 @@ class Hidden:
 
 def check_order(weights: Tensor, loader: Iterable[Any]) -> Tensor:
     """Weights (N,) for a loader that keeps its order: a shuffled one would give them to other examples."""
+    loader = getattr(loader, "loader", loader) if hasattr(loader, "over") else loader  # of one head of several
     order = getattr(loader, "sampler", None)
     order = getattr(getattr(loader, "batch_sampler", None), "sampler", order)
     if isinstance(order, RandomSampler | SubsetRandomSampler | WeightedRandomSampler):

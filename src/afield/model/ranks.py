@@ -51,6 +51,9 @@ def shard_loader(loader: Iterable[Any], sharded: bool | None) -> Iterable[Any]:
     """This rank's part of the loader: every example on exactly one rank, none twice."""
     if sharded or not several_ranks():
         return loader
+    over = getattr(loader, "over", None)  # of several heads, one reads its targets from the batches of all
+    if over is not None:
+        return over(shard_loader(loader.loader, sharded))  # type: ignore[attr-defined]
     plain = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
     if not plain:
         raise ValueError(

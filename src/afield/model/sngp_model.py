@@ -353,6 +353,9 @@ class _Part:
     def __init__(self, loader: Iterable[Any], name: str) -> None:
         self.loader, self.name = loader, name
 
+    def over(self, loader: Iterable[Any]) -> "_Part":
+        return _Part(loader, self.name)
+
     def __iter__(self) -> Iterator[Any]:
         for batch in self.loader:
             if isinstance(batch, tuple | list) and batch and isinstance(batch[-1], Mapping):

@@ -1,5 +1,6 @@
 """Pictures of tasks that have an answer at every pixel: image, truth, prediction, variance, p-value, side by side."""
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -13,7 +14,19 @@ from afield.experiment.position_metrics import PICTURES
 from afield.report.groups import Group
 from afield.report.plots import CLASS_COLOURS, OOD_COLOUR, Picture, label_text, report_style, to_png
 
-_COLUMNS = {"x": "image", "label": "prediction", "doubt": "1 - max probability", "score": "score", "p_value": "p-value"}
+_COLUMNS = {
+    "x": "image",
+    "y": "truth",
+    "label": "prediction",
+    "doubt": "1 - max probability",
+    "variance": "variance",
+    "score": "score",
+    "p_value": "p-value",
+}
+_CLASSES = ListedColormap(["#222222", *CLASS_COLOURS])
+_FOREIGN = ListedColormap(["#222222", OOD_COLOUR])
+_P_VALUES = (0.01, 0.05, 0.2, 1.0)
+_SMALLEST = 0.003  # p-value that has a colour of its own
 _PARTS = 2  # images of each part
 Panels = dict[str, dict[str, Tensor]]
 
@@ -25,8 +38,9 @@ def draw_pixels(task: str, groups: Sequence[Group]) -> Picture | None:
         return None
     group, panels = found[-1]
     rows = [(part, index) for part in panels for index in range(min(_PARTS, len(panels[part]["x"])))]
-    scales = {n: _range([values[n] for values in panels.values()]) for n in ("doubt", "variance", "score")}
-    names = {**_COLUMNS} if "variance" not in panels["test"] else _with_variance()
+    names = {name: title for name, title in _COLUMNS.items() if name in panels["test"]}
+    scaled = names.keys() & {"doubt", "variance", "score"}
+    scales = {name: _range([values[name] for values in panels.values()]) for name in scaled}
     with report_style():
         figure = Figure(figsize=(1.45 * len(names) + 0.6, 1.4 * len(rows) + 0.5), layout="constrained")
         axes = figure.subplots(len(rows), len(names), squeeze=False)
@@ -35,26 +49,24 @@ def draw_pixels(task: str, groups: Sequence[Group]) -> Picture | None:
         for line, (part, index) in zip(axes, rows, strict=True):
             values = {name: tensor[index] for name, tensor in panels[part].items()}
             for axis, name in zip(line, names, strict=True):
-                _draw(axis, name, values, scales)
+                _draw(axis, name, values, scales, foreign=part != "test")
             if part != "test":
-                for axis in line:  # where something foreign is
+                for axis in line[:1].tolist() + line[2:].tolist():  # where something foreign is
                     axis.contour(values["y"].numpy() != 0, levels=[0.5], colors=OOD_COLOUR, linewidths=0.8)
             line[0].set_ylabel(label_text(part.replace("ood/", "OOD: ")))
+        of_p = list(names).index("p_value")
+        bar = figure.colorbar(axes[-1, of_p].images[0], ax=axes[:, of_p], location="bottom", aspect=10, pad=0.01)
+        bar.set_ticks(np.log10(_P_VALUES).tolist(), labels=[f"{p:g}" for p in _P_VALUES])
         content = to_png(figure)
     return Picture(
         "pixels",
         f"Pixels, by {group.name}",
-        "From left to right the image, the predicted classes, the doubt about them, the variance, the score on which "
-        "p-values rest, and the p-values: bright is unsure, far and, for p-values, refused. A red line is around "
-        "foreign objects.",
+        "From left to right the image, the true classes (of OOD images the foreign object alone, in red), the "
+        "predicted ones, the doubt about them, the variance, the score on which p-values rest, and the p-values: "
+        "bright is unsure, far and, for p-values, refused. A red line is around foreign objects.",
         f"Images of {task} with predictions, variance and p-values of {group.name} at every pixel.",
         content,
     )
-
-
-def _with_variance() -> dict[str, str]:
-    items = list(_COLUMNS.items())
-    return dict([*items[:3], ("variance", "variance"), *items[3:]])
 
 
 def _panels(group: Group) -> Panels:
@@ -76,15 +88,21 @@ def _range(values: Sequence[Tensor | None]) -> tuple[float, float]:
     return float(low), float(high)
 
 
-def _draw(axis: Axes, name: str, values: dict[str, Tensor], scales: dict[str, tuple[float, float]]) -> None:
+def _draw(
+    axis: Axes, name: str, values: dict[str, Tensor], scales: dict[str, tuple[float, float]], *, foreign: bool
+) -> None:
     if name == "x":
         axis.imshow((values["x"].permute(1, 2, 0) / 2 + 0.5).clamp(0, 1).numpy())
-    elif name == "label":
-        axis.imshow(values["label"], cmap=ListedColormap(["#222222", *CLASS_COLOURS]), vmin=0, vmax=len(CLASS_COLOURS))
+    elif name == "y" and foreign:
+        axis.imshow(values["y"].numpy() != 0, cmap=_FOREIGN, vmin=0, vmax=1)
+    elif name in ("label", "y"):
+        axis.imshow(values[name].numpy(), cmap=_CLASSES, vmin=0, vmax=len(CLASS_COLOURS))
     elif name == "p_value":
-        axis.imshow(values["p_value"].clamp_min(1e-3).log10(), cmap="cividis_r", vmin=-2.5, vmax=0)
+        axis.imshow(
+            values["p_value"].clamp_min(1e-3).log10().numpy(), cmap="cividis_r", vmin=math.log10(_SMALLEST), vmax=0
+        )
     else:
         low, high = scales[name]
-        axis.imshow(values[name], cmap="cividis", vmin=low, vmax=high)
+        axis.imshow(values[name].numpy(), cmap="cividis", vmin=low, vmax=high)
     axis.set_xticks([])
     axis.set_yticks([])

@@ -12,8 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from afield.gp.likelihoods import LIKELIHOODS
-from afield.prediction.prediction import Prediction
+from afield.prediction.prediction import Prediction, likelihood_of
 
 
 def average(predictions: Sequence[Prediction]) -> Prediction:
@@ -21,7 +20,7 @@ def average(predictions: Sequence[Prediction]) -> Prediction:
     likelihood = predictions[0].likelihood
     outputs = torch.stack([p.logits for p in predictions])
     variance = mean_of([p.variance for p in predictions])
-    if LIKELIHOODS[likelihood].noisy:
+    if likelihood_of(predictions[0]).noisy:
         between = outputs.var(0, correction=0)
         if variance is None:
             raise ValueError("Averaging gaussian predictions needs their variance.")

@@ -1,0 +1,205 @@
+"""What finds foreign pixels: `python -m bench.pixel_sources [KIND METHOD ...]` writes results/pixel-sources.json.
+
+A kind of object that `shapes-segmentation` knows is left out of training and shown afterwards, so that choices rest on
+no OOD set that is reported. A small U-Net is trained on few pictures of the others, as `dnn`, to which a variance is
+attached, or as `sngp`. Of each source of the joined score, and of what might take its place, the AUROC of foreign
+pixels (of the kind; of squares of noise) and of the pictures that hold them:
+
+    class_distance_equal   all classes count alike in the background and the center of the class distance
+    joined_equal           the joined score with it
+    near_S                 -log of the part of held-out pixels that have at least as much S, averaged over 5 x 5 pixels
+    told                   a network of 64 units that is trained on foreign pixels of half the pictures, on logits and
+                           all levels of the U-Net: what a detector could know; pixels only
+"""
+
+import argparse
+import dataclasses
+import json
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import afield
+from afield.backbones.unet import UNet
+from afield.experiment.training import fit
+from afield.gp.class_distance import ClassDistance
+from afield.gp.joined_score import SOURCES, JoinedScore
+from afield.methods import METHODS
+from afield.model.saving import write_file
+from afield.model.sngp_model import SNGP
+from afield.prediction.metrics import OOD_METRICS
+from afield.prediction.positions import input_score
+from afield.tasks import shapes
+from afield.tasks.task import Task
+from bench.defaults import ROOT
+
+RECORD = ROOT / "results" / "pixel-sources.json"
+PICTURES, EPOCHS, SIDE, TESTED = 400, 12, 32, 80
+OOD = ("kinds", "patches")
+Values = dict[str, dict[str, Tensor]]  # by score, then by part
+
+
+def task_without(kind: int, method: str) -> tuple[Task, dict[str, tuple[Tensor, Tensor]]]:
+    """A task of the other kinds, and foreign pictures with masks."""
+    known, foreign = shapes.KNOWN, shapes.FOREIGN
+    generator = torch.Generator().manual_seed(0)
+    try:
+        shapes.KNOWN, shapes.FOREIGN = (*known[:kind], *known[kind + 1 :]), (known[kind],)  # type: ignore[assignment]
+        data = [shapes.draw_pictures(count, SIDE, generator)[:2] for count in (PICTURES, 150, TESTED)]
+        ood = {name: shapes.draw_pictures(TESTED, SIDE, generator, foreign=name) for name in OOD}
+    finally:
+        shapes.KNOWN, shapes.FOREIGN = known, foreign
+    parts = [torch.utils.data.TensorDataset(*part) for part in data]
+    settings = dataclasses.replace(shapes.RECIPE.settings_for("small", method), epochs=EPOCHS)
+    task = Task(
+        "shapes-without",
+        parts[0],
+        val=parts[1],
+        test=parts[2],
+        ood={},
+        num_outputs=len(known),
+        backbone=partial(UNet, width=8),
+        settings=settings,
+    )
+    return task, {name: (x, mask) for name, (x, _, mask) in ood.items()}
+
+
+class EqualClasses(ClassDistance):
+    """Relative to classes that count alike, however many pixels each has."""
+
+    def _moments(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        there, means, within, _, _ = super()._moments()
+        center = means[there].mean(0)
+        between = torch.cov((means[there] - center).T, correction=0)
+        return there, means, within, center, within + between
+
+
+def scores_of(model: SNGP) -> Callable[[Tensor], dict[str, Tensor]]:
+    """Hidden vectors (M, d) -> scores (M,) by name."""
+    head = model.head.snapshot()
+    assert head.class_distance is not None
+    equal = EqualClasses(head.class_distance.in_features, head.class_distance.num_classes)
+    equal.load_state_dict(head.class_distance.state_dict())
+    equal.factor()
+
+    def scores(h: Tensor) -> dict[str, Tensor]:
+        p = head.predict(h)
+        sources = head.sources(*head.posterior(h), h)
+        found = dict(zip(SOURCES, sources.unbind(1), strict=True))
+        found |= {name: p.score(name) for name in ("max_probability", "entropy", "joined")}
+        return found | {"class_distance_equal": equal(h)}
+
+    return scores
+
+
+def surprise(held: Tensor, values: Tensor) -> Tensor:
+    """-log p of values, p the part of the held-out ones that are as large."""
+    above = len(held) - torch.searchsorted(held.sort().values, values.contiguous())
+    return -torch.log((1 + above) / (1 + len(held)))
+
+
+def near(maps: Tensor) -> Tensor:
+    """Means over 5 x 5 pixels of (N, H, W)."""
+    return F.avg_pool2d(maps[:, None], 5, 1, 2, count_include_pad=False)[:, 0]
+
+
+@torch.no_grad()
+def values_of(model: SNGP, task: Task, ood: dict[str, tuple[Tensor, Tensor]]) -> Values:
+    """Maps (N, H, W) of each score in the test set and the OOD sets."""
+    scores, parts = scores_of(model), {"val": task.val.tensors[0], "test": task.test.tensors[0]}
+    parts |= {name: x for name, (x, _) in ood.items()}
+    rows = {name: torch.cat([model.hidden(b) for b in x.split(50)]).flatten(0, -2) for name, x in parts.items()}
+    found: dict[str, dict[str, Tensor]] = {name: scores(h) for name, h in rows.items()}
+    held = found.pop("val")
+    first = torch.randperm(len(held["variance"]), generator=torch.Generator().manual_seed(0))[:20_000]
+
+    def sources(of: dict[str, Tensor]) -> Tensor:
+        return torch.stack([of["variance"], of["energy"], of["class_distance_equal"]], 1)
+
+    joined = JoinedScore()
+    joined.fit(sources(held)[first])
+    values: Values = {}
+    for part, of in found.items():
+        of["joined_equal"] = joined(sources(of))
+        maps = {name: value.reshape(-1, SIDE, SIDE) for name, value in of.items()}
+        for name in ("entropy", "energy", "variance"):
+            maps[f"near_{name}"] = near(surprise(held[name][first], of[name]).reshape(-1, SIDE, SIDE))
+        for name, value in maps.items():
+            values.setdefault(name, {})[part] = value
+    return values
+
+
+def told(model: SNGP, ood: dict[str, tuple[Tensor, Tensor]]) -> dict[str, float]:
+    """The AUROC of foreign pixels for a network that has been told which are foreign in half of the pictures."""
+    found, cut = {}, TESTED // 2
+    for name, (x, mask) in ood.items():
+        h = levels_of(model, x)
+        h = (h - h.mean((0, 1))) / h.std((0, 1)).clamp_min(1e-4)
+        y = mask.flatten(1).float()
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(h.shape[-1], 64), nn.ReLU(), nn.Linear(64, 1))
+        optimizer = torch.optim.Adam(net.parameters(), lr=3e-3, weight_decay=1e-4)
+        rows, target = h[:cut].flatten(0, 1), y[:cut].flatten()
+        for _ in range(300):
+            chosen = torch.randint(len(rows), (1000,))
+            optimizer.zero_grad()
+            F.binary_cross_entropy_with_logits(net(rows[chosen])[:, 0], target[chosen]).backward()
+            optimizer.step()
+        with torch.no_grad():
+            score, foreign = net(h[cut:].flatten(0, 1))[:, 0], y[cut:].flatten() > 0
+        found[name] = OOD_METRICS["auroc"](score[~foreign], score[foreign])
+    return found
+
+
+@torch.no_grad()
+def levels_of(model: SNGP, x: Tensor) -> Tensor:
+    """Logits and what all blocks of the U-Net say (N, H W, c)."""
+    unet = next(m for m in model.modules() if isinstance(m, UNet))
+    seen: list[Tensor] = []
+    hooks = [b.register_forward_hook(lambda _m, _i, out: seen.append(out)) for b in (*unet.down, *unet.up)]
+    try:
+        seen.append(model(x))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return torch.cat([F.interpolate(t, size=(SIDE, SIDE), mode="bilinear") for t in seen], 1).flatten(2).movedim(1, -1)
+
+
+def measure(kind: int, method: str) -> dict[str, Any]:
+    """The AUROCs of a kind that is left out, by a method."""
+    task, ood = task_without(kind, method)
+    model = fit(task, METHODS[method], seed=0)
+    assert isinstance(model, SNGP)
+    row: dict[str, Any] = {"told": {"pixels": told(model, ood)}}
+    for score, maps in values_of(model, task, ood).items():
+        inside = input_score(maps["test"])
+        row[score] = {
+            "pixels": {n: OOD_METRICS["auroc"](maps[n][~mask], maps[n][mask]) for n, (_, mask) in ood.items()},
+            "images": {n: OOD_METRICS["auroc"](inside, input_score(maps[n])) for n in ood},
+        }
+    return row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.pixel_sources", description=__doc__)
+    parser.add_argument("what", nargs="*", help="pairs such as square attach; none given: all")
+    given = parser.parse_args().what
+    names = [kind.name for kind in shapes.KNOWN]
+    pairs = list(zip(given[::2], given[1::2], strict=True)) or [(n, m) for n in names for m in ("attach", "sngp")]
+    for kind, method in pairs:
+        record = json.loads(RECORD.read_text(encoding="utf-8")) if RECORD.exists() else {}
+        row = measure(names.index(kind), method)
+        rounded = json.loads(json.dumps(row), parse_float=lambda text: float(f"{float(text):.4g}"))
+        record.setdefault(method, {})[kind] = rounded
+        settings = {"pictures": PICTURES, "epochs": EPOCHS, "tested": TESTED, "afield": afield.__version__}
+        record |= {"settings": settings | {"torch": torch.__version__, "command": "python -m bench.pixel_sources"}}
+        write_file(RECORD, (json.dumps(record, indent=1) + "\n").encode())
+        print(kind, method, {name: value["pixels"] for name, value in rounded.items()}, flush=True)
+
+
+if __name__ == "__main__":
+    main()
