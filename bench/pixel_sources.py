@@ -5,10 +5,10 @@ no OOD set that is reported. A small U-Net is trained on few pictures of the oth
 attached, or as `sngp`. Of each source of the joined score, and of what might take its place, the AUROC of foreign
 pixels (of the kind; of squares of noise) and of the pictures that hold them:
 
-    class_distance_equal   all classes count alike in the background and the center of the class distance
-    joined_equal           the joined score with it
-    near_S                 -log of the part of held-out pixels that have at least as much S, averaged over 5 x 5 pixels
-    told                   a network of 64 units that is trained on foreign pixels of half the pictures, on logits and
+    class_distance_counted  with all pixels in its background, where ours has all classes alike
+    joined_counted          the joined score with it
+    near_S                  -log of the part of held-out pixels that have at least as much S, averaged over 5 x 5 pixels
+    told                    a network of 64 units that is trained on foreign pixels of half the pictures, on logits and
                            all levels of the U-Net: what a detector could know; pixels only
 """
 
@@ -68,30 +68,31 @@ def task_without(kind: int, method: str) -> tuple[Task, dict[str, tuple[Tensor, 
     return task, {name: (x, mask) for name, (x, _, mask) in ood.items()}
 
 
-class EqualClasses(ClassDistance):
-    """Relative to classes that count alike, however many pixels each has."""
+class CountedClasses(ClassDistance):
+    """Relative to all pixels, each of which counts as one: the published form."""
 
     def _moments(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         there, means, within, _, _ = super()._moments()
-        center = means[there].mean(0)
-        between = torch.cov((means[there] - center).T, correction=0)
-        return there, means, within, center, within + between
+        share = self.count[there] / self.count[there].sum()
+        center = share @ means[there]
+        spread = means[there] - center
+        return there, means, within, center, within + (share[:, None] * spread).T @ spread
 
 
 def scores_of(model: SNGP) -> Callable[[Tensor], dict[str, Tensor]]:
     """Hidden vectors (M, d) -> scores (M,) by name."""
     head = model.head.snapshot()
     assert head.class_distance is not None
-    equal = EqualClasses(head.class_distance.in_features, head.class_distance.num_classes)
-    equal.load_state_dict(head.class_distance.state_dict())
-    equal.factor()
+    counted = CountedClasses(head.class_distance.in_features, head.class_distance.num_classes)
+    counted.load_state_dict(head.class_distance.state_dict())
+    counted.factor()
 
     def scores(h: Tensor) -> dict[str, Tensor]:
         p = head.predict(h)
         sources = head.sources(*head.posterior(h), h)
         found = dict(zip(SOURCES, sources.unbind(1), strict=True))
         found |= {name: p.score(name) for name in ("max_probability", "entropy", "joined")}
-        return found | {"class_distance_equal": equal(h)}
+        return found | {"class_distance_counted": counted(h)}
 
     return scores
 
@@ -118,13 +119,13 @@ def values_of(model: SNGP, task: Task, ood: dict[str, tuple[Tensor, Tensor]]) ->
     first = torch.randperm(len(held["variance"]), generator=torch.Generator().manual_seed(0))[:20_000]
 
     def sources(of: dict[str, Tensor]) -> Tensor:
-        return torch.stack([of["variance"], of["energy"], of["class_distance_equal"]], 1)
+        return torch.stack([of["variance"], of["energy"], of["class_distance_counted"]], 1)
 
     joined = JoinedScore()
     joined.fit(sources(held)[first])
     values: Values = {}
     for part, of in found.items():
-        of["joined_equal"] = joined(sources(of))
+        of["joined_counted"] = joined(sources(of))
         maps = {name: value.reshape(-1, SIDE, SIDE) for name, value in of.items()}
         for name in ("entropy", "energy", "variance"):
             maps[f"near_{name}"] = near(surprise(held[name][first], of[name]).reshape(-1, SIDE, SIDE))

@@ -13,6 +13,7 @@ import afield
 from afield.gp.class_distance import ClassDistance
 from afield.gp.joined_score import SOURCES, WEIGHTS, JoinedScore
 from afield.prediction.distance_scores import FITTED
+from afield.prediction.metrics import auroc
 from afield.prediction.prediction import Prediction
 
 few = settings(deadline=None, max_examples=20)
@@ -106,6 +107,18 @@ def test_it_is_relative_mahalanobis_distance_on_unit_vectors():
     other.update(h, y)
     expected = other.score(Prediction(test, features=test))
     torch.testing.assert_close(moments(h, y, 4)(test), expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("most", [1, 100])
+def test_however_many_examples_a_class_has_foreign_directions_are_further_than_its_own(most: int) -> None:
+    """Where the background is that of the largest class, its own examples are the furthest from nothing."""
+    centers, sizes = 6 * torch.eye(6, dtype=torch.float64), torch.tensor([30 * most, 30, 30])
+    y = torch.repeat_interleave(torch.arange(3), sizes)
+    found = moments(centers[y] + normal(len(y), 6), y, 3)
+    own = [found(centers[k] + normal(200, 6, number=k + 1)) for k in range(3)]
+    foreign = found(centers[5] + normal(200, 6, number=9))
+    assert auroc(own[0], foreign) > 0.98
+    assert min(auroc(of_class, foreign) for of_class in own) > 0.8
 
 
 def test_batches_order_merging_and_removal():

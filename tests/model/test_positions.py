@@ -1,5 +1,6 @@
 """Positions as rows: which are drawn, what is left out, and networks of all kinds that have them."""
 
+import copy
 import dataclasses
 import re
 from collections.abc import Callable
@@ -106,11 +107,20 @@ def test_calibration_reads_images_as_a_whole(calibrated: afield.SNGP) -> None:
     """The reference of inputs is of all their positions, those of the inputs that fix no score."""
     x, _ = pictures(60, 1)
     order = torch.randperm(60, generator=seed())
-    scores = calibrated.predict(x[order[30:]]).input_score
+    scores = calibrated.predict(x[order[40:]]).input_score  # the entropy depends on the parameters
     assert scores is not None
     torch.testing.assert_close(calibrated.head.input_reference, scores.double().sort().values)
-    assert calibrated.head.reference.numel() == 30 * 8
-    assert calibrated.predict(x).num_inputs == 30
+    assert calibrated.head.reference.numel() == 20 * 8
+    assert calibrated.predict(x).num_inputs == 20
+
+
+def test_the_default_score_of_positions_is_the_entropy_and_another_can_be_chosen(calibrated: afield.SNGP) -> None:
+    x, y = pictures()
+    assert calibrated.predict(x).default_score == "entropy"
+    model = copy.deepcopy(calibrated)
+    afield.calibrate(model, [(x, y)], score="joined")
+    assert model.predict(x).default_score == "joined"
+    assert torch.equal(model.predict(x).score(), model.predict(x).joined)
 
 
 def test_calibration_notices_inputs_that_change(calibrated: afield.SNGP) -> None:

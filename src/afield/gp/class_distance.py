@@ -2,13 +2,17 @@
 
     u = h / |h|,    r(h) = min_k |A (u - m_k)|^2 - |B (u - m)|^2,    A^T A = (S + j I)^-1,  B^T B = (S0 + j I)^-1
 
-    m_k, m   mean of class k, and of all examples
-    S, S0    covariance within the classes, and of all examples
+    m_k, m   mean of class k, and of the classes
+    S, S0    covariance within the classes, and that plus the covariance of the class means
     j        a part of the mean diagonal of S: a thousandth, for directions in which nothing varies, and d / n, since n
              examples do not know a covariance of d dimensions any better
 
 Relative Mahalanobis distance (Ren et al. 2021) on unit vectors (Mueller and Hein 2025). What varies in all classes
 alike cancels, so it sees what tells the classes apart, where a variance over all of the hidden space is drowned.
+
+In the background m, S0 all classes count alike, which they do not in the published form. Where most examples are of
+one class, that form has the background of this class: its own examples are then the furthest from nothing, and the
+distance finds less than chance (docs/results.md). With classes of one size the two are the same.
 
 A sum over examples like the precision beside it: n_k, sum_k u and sum u u^T, in float64. Unit vectors are of one size,
 so the raw moments lose no digits that matter, and examples can be removed again exactly.
@@ -112,14 +116,14 @@ class ClassDistance(Accumulator):
         self.stale()
 
     def _moments(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Which classes are there, their means (K, d), covariance within them; mean and covariance of all."""
+        """Which classes are there, their means (K, d), covariance within them; mean and covariance of the background."""
         count, total = self.count.clamp_min(0), self.count.sum().clamp_min(1e-12)
         there = count > 1e-6 * count.amax()  # what is left of a class that was removed is rounding
         means = self.first[0] / torch.where(there, count, 1.0)[:, None]
-        mean = self.first[0].sum(0) / total
-        second = self.data[0] / total
-        between = (means * (torch.where(there, count, 0.0) / total)[:, None]).T @ means
-        return there, means, second - between, mean, second - torch.outer(mean, mean)
+        within = self.data[0] / total - (means * (torch.where(there, count, 0.0) / total)[:, None]).T @ means
+        mean = means[there].mean(0)
+        between = (means[there] - mean).T @ (means[there] - mean) / there.sum()
+        return there, means, within, mean, within + between
 
     @torch.inference_mode(False)
     @torch.no_grad()

@@ -72,7 +72,8 @@ class NoiseShape(nn.Module):
     def take(self, buffers: Mapping[str, Tensor]) -> None:
         """Keep these, and what there is beside them."""
         for name, value in buffers.items():
-            self.register_buffer(name, value.detach().clone())
+            # In one layout: a factor comes by columns, a file by rows, and products would differ in the last digit.
+            self.register_buffer(name, value.detach().clone(memory_format=torch.contiguous_format))
 
     def forget(self) -> None:
         self._buffers = {}

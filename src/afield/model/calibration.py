@@ -48,7 +48,7 @@ from afield.prediction.positions import input_score
 from afield.prediction.prediction import Prediction
 from afield.prediction.scores import symmetric
 
-JOINED = "joined"
+JOINED, AT_POSITIONS = "joined", "entropy"  # docs/outputs.md has the reason
 _ABOUT_TRAIN = (
     "train= goes with a score that is fitted to training data, and such a score needs it, got score={score!r}: use "
     "calibrate(model, held_out_loader, score='knn', train=train_loader), or another score without train."
@@ -109,7 +109,8 @@ def calibrate(
     logit_scale   the same of a classifier's logits. The log loss then sees the amplitude, which does the work of a
                   temperature, and the best one is taken: with 1 this is the paper's calibration
     score         name of the score in `afield.scores.SCORES` or `afield.distance_scores.FITTED` that p-values shall
-                  rest on, and that `Prediction.score` gives by default; None: joined for classes, variance otherwise
+                  rest on, and that `Prediction.score` gives by default; None: joined for classes, entropy where there is
+                  a class at every pixel or token, variance otherwise
     train         batches of training data, to which a score of FITTED is fitted
     per_class     compare a row with reference rows of the same predicted class, so that no class is refused more often
                   than promised, however rare it is. Classes with fewer than 99 such rows share a reference
@@ -174,8 +175,8 @@ def calibrate(
                 "per_class=True compares inputs of one class, and the positions of an input have many: leave it out."
             )
         likelihood = LIKELIHOODS[head.likelihood]
-        default = likelihood.default_score(head.out_features)
-        head.set_score(score or (JOINED if head.joined_score is not None else default))
+        default = JOINED if head.joined_score is not None else likelihood.default_score(head.out_features)
+        head.set_score(score or (AT_POSITIONS if default == JOINED and examples.have_positions else default))
         head.set_label_scales(head.label_scales[:0])
         head.chosen_score.forget()
         if train is not None and score is not None:
