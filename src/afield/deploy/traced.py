@@ -6,8 +6,9 @@ Where the network answers at positions of an input, answers have them behind the
 input_score, input_p_value and input_accepted of every input as a whole.
 
 Classes give probs, logits (s f), variance, score, p_value, accepted; gaussian and poisson have mean and std in place of
-the first two, and covariance where outputs err together. p_value and accepted are there if the model is calibrated. The head is `GaussianProcessHead` itself and
-the score is `Prediction.score`, so that there is one formula for each. Two things are said in other words:
+the first two, and covariance where outputs err together. p_value and accepted are there if the model is calibrated. The
+head is `GaussianProcessHead` itself and the score is `Prediction.score`, so that there is one formula for each. Two
+things are said in other words:
 
 - ONNX has no searchsorted. The number of reference scores below a score is found by a binary search without branches,
   log2 n gathers on a table filled up with infinity: the same count, bit for bit, in memory that grows with the batch
@@ -94,6 +95,7 @@ class Graph(nn.Module):
     """
 
     table: Tensor
+    input_table: Tensor
     spans: Tensor
 
     def __init__(
@@ -175,7 +177,6 @@ class Graph(nn.Module):
     def of_inputs(self, scores: Tensor, tensors: tuple[Tensor, ...]) -> dict[str, Tensor]:
         """What is said of inputs as a whole, from the scores (N, *P) of their positions."""
         total = input_score(scores, mask_of(self.inputs.call(tensors)[1], scores.shape))
-        assert isinstance(self.input_table, Tensor)
         assert self.input_alpha is not None
         p_value = _p_value(total, self.input_table, self.num_inputs, 1)
         return dict(zip(OF_INPUTS, (total, p_value, p_value > self.input_alpha), strict=True))
