@@ -203,7 +203,7 @@ def test_the_first_code_of_the_readme_runs_with_the_core_alone():
 
 
 def test_the_readme_is_short():
-    assert len((ROOT / "README.md").read_text(encoding="utf-8").split()) <= 700
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").split()) <= 650
 
 
 # Numbers ---------------------------------------------------------------------------------------------------------

@@ -22,11 +22,12 @@ import afield
 
 ROOT = Path(__file__).parents[1]
 GUIDES = ("README.md", *(f"docs/{page.name}" for page in sorted((ROOT / "docs").glob("*.md"))))
+HEADING = re.compile(r"^## (.*)$", re.MULTILINE)
 BLOCK = re.compile(r"(<!-- not run: [^>]* -->\n)?^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 NOT_RUN = {  # how many blocks of Python a page may keep from running
     "docs/coming-from.md": 5,  # other libraries
     "docs/distributed.md": 1,  # starts processes
-    "docs/integrations.md": 2,  # a download; torchvision
+    "docs/integrations.md": 3,  # a download; torchvision; a store of MLflow
     "docs/serving.md": 1,  # serves until it is stopped
 }
 SLOW = ("docs/coming-from.md", "docs/export.md", "docs/integrations.md", "docs/outputs.md", "docs/scikit-learn.md")
@@ -35,8 +36,15 @@ NO_COMMANDS = ("ValueError: ", "runs/<task>")  # how blocks begin that show what
 
 def blocks(page: str, language: str) -> list[tuple[bool, str]]:
     """(whether it runs, code) of every block of a language."""
+    return [(runs, code) for _, runs, code in blocks_of_sections(page, language)]
+
+
+def blocks_of_sections(page: str, language: str) -> list[tuple[str, bool, str]]:
+    """The same with the heading that each block stands under."""
     text = (ROOT / page).read_text(encoding="utf-8")
-    return [(not match[1], match[3]) for match in BLOCK.finditer(text) if match[2] == language]
+    found = [match for match in BLOCK.finditer(text) if match[2] == language]
+    headings = [["", *HEADING.findall(text, 0, match.start())][-1] for match in found]
+    return [(heading, not match[1], match[3]) for heading, match in zip(headings, found, strict=True)]
 
 
 class Points(nn.Module):
@@ -51,13 +59,17 @@ class Points(nn.Module):
         return self.fc(self.body(x))
 
 
-def given() -> dict[str, Any]:
-    """What the guides take as given: two clouds of points, a network that tells them apart, a model of it."""
+def parts() -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     torch.manual_seed(0)
     y = torch.arange(1000) % 2
     x = 4 * torch.eye(3)[y] + torch.randn(1000, 3)
-    parts = {"train": slice(400), "held_out": slice(400, 700), "policy": slice(700, 900), "new": slice(900, 1000)}
-    data = {name: (x[rows], y[rows]) for name, rows in parts.items()}
+    cuts = {"train": slice(400), "held_out": slice(400, 700), "policy": slice(700, 900), "new": slice(900, 1000)}
+    return {name: (x[rows], y[rows]) for name, rows in cuts.items()}
+
+
+def given() -> dict[str, Any]:
+    """What the guides take as given: two clouds of points, a network that tells them apart, a model of it."""
+    data = parts()
     loaders = {name: DataLoader(TensorDataset(*part), batch_size=200) for name, part in data.items()}
     net = Points()
     optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
@@ -107,6 +119,51 @@ def of_network(names: dict[str, Any]) -> None:
     names |= {"num_features": 16, "num_classes": 2}
 
 
+class Things(nn.Module):
+    """A network with two output layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(3, 16), nn.ReLU())
+        self.color, self.shape = nn.Linear(16, 2), nn.Linear(16, 1)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        h = self.body(x)
+        return {"color": self.color(h), "shape": self.shape(h)}
+
+
+def of_numbers(names: dict[str, Any]) -> None:
+    """Two numbers in place of a class, by a network that is not trained: its noise is what it misses."""
+    names |= given()
+    for name in ("train_loader", "held_out_loader"):
+        names[name] = [(x, x[:, :2] + torch.randn(len(x), 2)) for x, _ in names[name]]
+    names["y_new"] = names["x_new"][:, :2] + torch.randn(len(names["x_new"]), 2)
+
+
+def of_labels(names: dict[str, Any]) -> None:
+    """Four labels: on which side of a plane a point lies."""
+    names |= given()
+    net = nn.Sequential(nn.Linear(3, 16), nn.ReLU(), nn.Linear(16, 4))
+    labels = {name: (x, (x[:, [0, 1, 2, 0]] > 1).long()) for name, (x, _) in parts().items()}
+    optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
+    for _ in range(100):
+        optimizer.zero_grad()
+        x, y = labels["train"]
+        F.binary_cross_entropy_with_logits(net(x), y.float()).backward()
+        optimizer.step()
+    names |= {"net": net, "train_loader": [labels["train"]], "held_out_loader": [labels["held_out"]]}
+    model = afield.attach(net, likelihood="bernoulli")
+    afield.fit_posterior(model, names["train_loader"])
+    afield.calibrate(model, names["held_out_loader"])
+    names |= {"p_held": model.predict(labels["policy"][0]), "y_held": labels["policy"][1], "target": labels["new"][1]}
+
+
+def of_heads(names: dict[str, Any]) -> None:
+    names |= given()
+    both = {name: [(x, {"color": y, "shape": y})] for name, (x, y) in parts().items()}
+    names |= {"net": Things(), "loader": both["train"], "held_out_loader": both["held_out"]}
+
+
 def of_tables(names: dict[str, Any]) -> None:
     names |= {"X": names["x_held_out"].numpy(), "y": names["y_held_out"].numpy(), "X_new": names["x"].numpy()}
 
@@ -145,6 +202,19 @@ PREPARE: dict[str, Callable[[dict[str, Any]], None]] = {
 }
 
 
+SECTIONS: dict[tuple[str, str], Callable[[dict[str, Any]], None]] = {  # that take other things as given
+    ("docs/outputs.md", "Noise of a regression"): of_numbers,
+    ("docs/outputs.md", "Several labels"): of_labels,
+    ("docs/outputs.md", "Several heads"): of_heads,
+    ("docs/outputs.md", "Draws of functions"): lambda names: names.update(given()),
+}
+
+
+def test_the_sections_with_things_of_their_own_are_there():
+    headings = {(page, heading) for page in GUIDES for heading, _, _ in blocks_of_sections(page, "python")}
+    assert headings >= set(SECTIONS)
+
+
 @pytest.mark.parametrize(
     "page",
     [
@@ -158,7 +228,8 @@ def test_python_of_a_page_runs(page: str, tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.chdir(tmp_path)
     names = given()
     PREPARE.get(page, lambda names: None)(names)
-    for number, (runs, code) in enumerate(blocks(page, "python"), 1):
+    for number, (heading, runs, code) in enumerate(blocks_of_sections(page, "python"), 1):
+        SECTIONS.get((page, heading), lambda names: None)(names)
         if runs:
             exec(compile(code, f"{page}, block {number}", "exec"), names)
 

@@ -576,6 +576,9 @@ def test_differences() -> None:
     assert differences(one, {"mean": torch.tensor([[5.1]]), "std": torch.tensor([[0.5]])})["mean"][0] == pytest.approx(
         0.2
     )
+    small = {"std": torch.tensor([[0.1, 0.2]]), "covariance": torch.tensor([[[0.01, 0.01], [0.01, 0.04]]])}
+    other = {"std": small["std"], "covariance": torch.tensor([[[0.01, 0.012], [0.012, 0.04]]])}
+    assert float(differences(small, other)["covariance"]) == pytest.approx(0.1)  # of .1 x .2
 
 
 def test_rows_that_float32_does_not_determine_are_counted_apart() -> None:

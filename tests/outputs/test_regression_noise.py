@@ -108,6 +108,16 @@ def test_an_export_says_the_same(noise: str, make: Any, tmp_path: Path) -> None:
     assert written.difference <= 1e-4
 
 
+def test_an_export_has_the_covariance_of_outputs_that_err_together(tmp_path: Path) -> None:
+    model, batch = fitted("full", several, n=300), several(30, 5)
+    written = export(model, tmp_path / "model.pt2", batch, format="torch-export")
+    assert "covariance" in written.metadata["outputs"]
+    assert written.difference <= 1e-4
+    assert "covariance" in written.agreement.everywhere
+    answers = torch.export.load(tmp_path / "model.pt2").module()(batch[0])
+    torch.testing.assert_close(answers["covariance"], model.predict(batch[0]).covariance)
+
+
 def test_an_update_is_taken_back_by_a_downdate(varying: afield.SNGP) -> None:
     new, (x, _) = data(50, 6), data(20, 7)
     before = varying.predict(x).variance

@@ -8,6 +8,7 @@ from typing import Any, Literal
 import torch
 import tyro
 
+from afield.deploy.agreement import DECISIVE
 from afield.deploy.export import OLDEST_OPSET, TOLERANCE, Exported, export
 from afield.experiment.model_folder import is_saved, open_model
 from afield.tasks.data import arrays
@@ -75,7 +76,7 @@ def summarize(exported: Exported, tolerance: float | None = None) -> str:
     """What was written, how it compares with the model, and how to run it."""
     meta, agreement = exported.metadata, exported.agreement
     what = "probabilities" if "probs" in meta["outputs"] else "mean and std, in units of the std,"
-    on_example = max(value for name, value in agreement.example.items() if name in ("probs", "mean", "std"))
+    on_example = max(value for name, value in agreement.example.items() if name in DECISIVE)
     reduced = meta["precision"] != "float32"
     limit = tolerance if tolerance is not None else None if reduced else TOLERANCE
     most = f"{agreement.difference:.1e}" if math.isfinite(agreement.difference) else f"a NaN ({agreement.worst})"

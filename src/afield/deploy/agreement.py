@@ -20,7 +20,7 @@ from torch import Tensor
 Batch = tuple[Tensor, ...]
 Answers = Mapping[str, Tensor]
 Implementation = Callable[[Batch], Answers]
-DECISIVE = ("probs", "mean", "std")
+DECISIVE = ("probs", "mean", "std", "covariance")
 _EXTREME_ROWS = 5
 _ODD_ROWS = 17
 _MAX_ROWS = 64
@@ -49,7 +49,7 @@ class Agreement:
 
     @property
     def difference(self) -> float:
-        """Of probabilities; of mean and std in units of the std."""
+        """Of probabilities; of mean, std and covariance in units of the std."""
         return max(value for name, value in self.everywhere.items() if name in DECISIVE)
 
 
@@ -82,7 +82,7 @@ def compare(
 
 def differences(expected: Answers, actual: Answers) -> dict[str, Tensor]:
     """The largest difference of each row (N,) by output: as it is for probs and p_value, in units of the expected std
-    for mean and std, relative to 1 + |expected| otherwise. NaN agrees with NaN, and with nothing else."""
+    for mean, std and covariance, relative to 1 + |expected| otherwise. NaN agrees with NaN, and with nothing else."""
     by_output = {}
     for name, right in expected.items():
         a, b = right.double().flatten(1 if right.dim() > 1 else 0), actual[name].double()
@@ -91,6 +91,9 @@ def differences(expected: Answers, actual: Answers) -> dict[str, Tensor]:
         scale = torch.ones_like(a) if absolute else 1 + a.abs()
         if name in ("mean", "std"):
             scale = expected["std"].double().reshape(a.shape)
+        if name == "covariance":
+            std = expected["std"].double()
+            scale = (std[..., :, None] * std[..., None, :]).reshape(a.shape)
         same = (a == b) | (a.isnan() & b.isnan())
         difference = torch.where(same, 0.0, ((a - b).abs() / scale).nan_to_num(torch.inf))
         by_output[name] = difference if difference.dim() == 1 else difference.amax(1)

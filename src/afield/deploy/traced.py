@@ -6,8 +6,9 @@ Where the network answers at positions of an input, answers have them behind the
 input_score, input_p_value and input_accepted of every input as a whole.
 
 Classes give probs, logits (s f), variance, score, p_value, accepted; gaussian and poisson have mean and std in place of
-the first two. p_value and accepted are there if the model is calibrated. The head is `GaussianProcessHead` itself and
-the score is `Prediction.score`, so that there is one formula for each. Two things are said in other words:
+the first two, and covariance where outputs err together. p_value and accepted are there if the model is calibrated. The
+head is `GaussianProcessHead` itself and the score is `Prediction.score`, so that there is one formula for each. Two
+things are said in other words:
 
 - ONNX has no searchsorted. The number of reference scores below a score is found by a binary search without branches,
   log2 n gathers on a table filled up with infinity: the same count, bit for bit, in memory that grows with the batch
@@ -28,6 +29,7 @@ from torch import Tensor, nn
 
 from afield.bounds.spectral import fold
 from afield.gp.capture import Tap, hidden_vectors
+from afield.gp.head import GaussianProcessHead
 from afield.gp.likelihoods import LIKELIHOODS
 from afield.model.batches import Field, split_batch
 from afield.model.batches import Inputs as Fields
@@ -41,6 +43,7 @@ from afield.prediction.predictive import PREDICTIVES, of_labels
 
 ALPHA = 0.01
 HIDDEN = "hidden"
+COVARIANCE = "covariance"
 _mean_field = PREDICTIVES["mean_field"]
 OF_INPUTS = ("input_score", "input_p_value", "input_accepted")
 
@@ -92,6 +95,7 @@ class Graph(nn.Module):
     """
 
     table: Tensor
+    input_table: Tensor
     spans: Tensor
 
     def __init__(
@@ -109,6 +113,7 @@ class Graph(nn.Module):
         likelihood = LIKELIHOODS[head.likelihood]
         self.of_classes = likelihood.of_classes
         self.head = head
+        self.correlated = _correlated(head)
         self.net = replace_layer(plain.net, plain.head_name, Tap(head.out_features))
         if half:
             self.net.half()
@@ -123,7 +128,7 @@ class Graph(nn.Module):
     @property
     def outputs(self) -> list[str]:
         """Names of the answers, in order."""
-        first = ["probs", "logits"] if self.of_classes else ["mean", "std"]
+        first = ["probs", "logits"] if self.of_classes else ["mean", "std", *([COVARIANCE] if self.correlated else [])]
         last = [] if self.alpha is None else ["p_value", "accepted"]
         last += list(OF_INPUTS) if self.num_inputs and self.input_alpha is not None else []
         return [*first, "variance", "score", *last, *([HIDDEN] if self.with_hidden else [])]
@@ -142,7 +147,7 @@ class Graph(nn.Module):
             prediction = head.of_numbers(mean, variance, h)
             assert prediction.variance is not None
             variance = prediction.variance
-            answers = {"mean": prediction.mean, "std": prediction.std}
+            answers = _of_numbers(prediction, self.correlated)
         prediction = dataclasses.replace(prediction, **head.own_fields(head.own_score(mean, variance, h)))
         answers |= {"variance": variance, "score": prediction.score(self.score)}
         if self.alpha is not None:
@@ -172,7 +177,6 @@ class Graph(nn.Module):
     def of_inputs(self, scores: Tensor, tensors: tuple[Tensor, ...]) -> dict[str, Tensor]:
         """What is said of inputs as a whole, from the scores (N, *P) of their positions."""
         total = input_score(scores, mask_of(self.inputs.call(tensors)[1], scores.shape))
-        assert isinstance(self.input_table, Tensor)
         assert self.input_alpha is not None
         p_value = _p_value(total, self.input_table, self.num_inputs, 1)
         return dict(zip(OF_INPUTS, (total, p_value, p_value > self.input_alpha), strict=True))
@@ -182,6 +186,15 @@ class Graph(nn.Module):
         if classes is not None:
             return class_p_value(score, classes, self.table, self.spans)[0]
         return _p_value(score, self.table, self.num_reference, self.draws)
+
+
+def _correlated(head: GaussianProcessHead) -> bool:
+    return head.noise_shape is not None and head.noise_shape.correlated
+
+
+def _of_numbers(prediction: Prediction, correlated: bool) -> dict[str, Tensor]:
+    answers = {"mean": prediction.mean, "std": prediction.std}
+    return answers | ({COVARIANCE: prediction.covariance} if correlated else {})
 
 
 def _table(reference: Tensor) -> Tensor:
@@ -255,7 +268,7 @@ def expected(model: SNGP, inputs: Inputs, tensors: tuple[Tensor, ...], alpha: fl
     device = model.head.ridge.device
     args, kwargs = inputs.call(tuple(t.to(device) for t in tensors))
     p = dataclasses.replace(model.predict(*args, **kwargs), features=None).to("cpu")
-    answers = {"mean": p.mean, "std": p.std} if p.probs is None else {"probs": p.probs, "logits": p.logits}
+    answers = _of_numbers(p, _correlated(model.head)) if p.probs is None else {"probs": p.probs, "logits": p.logits}
     assert p.variance is not None
     answers |= {"variance": p.variance, "score": p.score()}
     if alpha is not None:

@@ -116,7 +116,7 @@ def columns_of(model: SNGP) -> Columns:
 
 
 def members_of(model: SNGP) -> int:
-    return len(model.net.get_submodule("1.members")._modules)
+    return len(list(model.net.get_submodule("1.members").children()))
 
 
 def adapt(model: SNGP, rows: Rows) -> None:

@@ -26,6 +26,7 @@ _RELATIVE_GRID = np.logspace(-1, 1, 25)
 _WIDE_GRID = np.logspace(-4, 2, 49)  # the same where the logit scale is given: there the amplitude does its work
 _ABSOLUTE_GRID = np.logspace(-4, 4, 33)
 _COARSE, _FINE = 0.03, 0.003  # of the logarithm: to compare amplitudes, and for the one that is chosen
+_ONE_IN_TWENTY = 1.645  # standard errors by which a mean exceeds another by chance
 _CACHED = 2**18  # numbers that the processor's cache holds
 
 
@@ -203,3 +204,34 @@ def median(values: Tensor, weight: Tensor | None = None) -> float:
     values, order = values.flatten().sort()
     total = weight[order].cumsum(0)
     return float(values[int((total >= total[-1] / 2).nonzero()[0])])
+
+
+def signs_of_guessing(head: GaussianProcessHead, objective: Objective, losses: Tensor, target: Tensor) -> list[str]:
+    """In what the losses (N,) are no better than those of a guess, or the classes no better than chance, at 5%."""
+    likelihood, reasons = LIKELIHOODS[head.likelihood], []
+    classes = likelihood.num_classes(head.out_features)
+    if classes:
+        guess, name = torch.full_like(losses, math.log(classes)), f"log {classes}, that of the uniform guess"
+    else:
+        guess, name = _constant_loss(likelihood, objective, target), "that of a constant"
+    gain, loss, guessed = guess - losses, float(objective.mean(losses)), float(objective.mean(guess))
+    if float(objective.mean(gain)) <= _ONE_IN_TWENTY * float(objective.standard_error(gain)):
+        reasons.append(f"its log loss of {loss:.4g} cannot be told from {guessed:.4g} ({name})")
+    if classes:
+        chosen = objective.outputs.argmax(-1) if head.out_features > 1 else (objective.outputs[:, 0] > 0).long()
+        right = (chosen == target).double()
+        chance = math.sqrt((1 - 1 / classes) / classes / objective.count(right) * objective.group)
+        if float(objective.mean(right)) <= 1 / classes + _ONE_IN_TWENTY * chance:
+            reasons.append(f"its accuracy of {float(objective.mean(right)):.4g} cannot be told from chance")
+    return reasons
+
+
+def _constant_loss(likelihood: Likelihood, objective: Objective, target: Tensor) -> Tensor:
+    """The losses (N,) of the best answer that does not look at its input."""
+    mean = objective.mean(target.T.double())
+    if likelihood.noisy:
+        variance = objective.mean((target - mean).square().T).clamp_min(1e-300)
+        return likelihood.predictive_loss(mean.expand_as(target), variance.expand_as(target), 0.0, target)
+    assert likelihood.link is not None
+    output = likelihood.link(mean).expand_as(target)
+    return likelihood.predictive_loss(output, torch.zeros_like(output), 0.0, target)

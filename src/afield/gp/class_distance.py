@@ -116,7 +116,7 @@ class ClassDistance(Accumulator):
         self.stale()
 
     def _moments(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Which classes are there, their means (K, d), covariance within them; mean and covariance of the background."""
+        """Which classes are there, their means (K, d), covariance within; mean and covariance of the background."""
         count, total = self.count.clamp_min(0), self.count.sum().clamp_min(1e-12)
         there = count > 1e-6 * count.amax()  # what is left of a class that was removed is rounding
         means = self.first[0] / torch.where(there, count, 1.0)[:, None]

@@ -66,6 +66,11 @@ class NoiseShape(nn.Module):
         return "root" in self._buffers
 
     @property
+    def correlated(self) -> bool:
+        """Whether the outputs err together, so that their noise is a matrix."""
+        return self.kind == "full" and self.between_outputs
+
+    @property
     def varies(self) -> bool:
         return "weight" in self._buffers
 
@@ -128,8 +133,8 @@ class NoiseShape(nn.Module):
         if not self.between_outputs:
             return float(level)
         root = self.root.to(like)
-        if self.kind == "full":
-            return (level.to(like) * (root @ root.T)).expand(len(like), -1, -1)
+        if self.correlated:
+            return (level.to(like) * (root @ root.T)).expand(like.shape[0], -1, -1)
         return (level.to(like) * root.square().sum(1)).expand_as(like)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "NoiseShape":

@@ -28,9 +28,16 @@ import torch
 from torch import Tensor, nn
 
 from afield.errors import NoBetterThanGuessing, NotFitted
-from afield.gp.calibration_objective import STANDARD_ERRORS, Objective, choose, objective_of, with_scale
+from afield.gp.calibration_objective import (
+    STANDARD_ERRORS,
+    Objective,
+    choose,
+    objective_of,
+    signs_of_guessing,
+    with_scale,
+)
 from afield.gp.head import GaussianProcessHead
-from afield.gp.likelihoods import LIKELIHOODS, Likelihood
+from afield.gp.likelihoods import LIKELIHOODS
 from afield.model.batches import Field, Inputs, split_batch
 from afield.model.evaluating import evaluating
 from afield.model.hidden import Hidden, Sample, check_target
@@ -54,7 +61,6 @@ _ABOUT_TRAIN = (
     "calibrate(model, held_out_loader, score='knn', train=train_loader), or another score without train."
 )
 JOINED_FRACTION, FIT_FRACTION = 1 / 2, 2 / 3
-_ONE_IN_TWENTY = 1.645  # standard errors by which a mean exceeds another by chance
 _FEWEST = 20
 
 
@@ -109,8 +115,8 @@ def calibrate(
     logit_scale   the same of a classifier's logits. The log loss then sees the amplitude, which does the work of a
                   temperature, and the best one is taken: with 1 this is the paper's calibration
     score         name of the score in `afield.scores.SCORES` or `afield.distance_scores.FITTED` that p-values shall
-                  rest on, and that `Prediction.score` gives by default; None: joined for classes, entropy where there is
-                  a class at every pixel or token, variance otherwise
+                  rest on, and that `Prediction.score` gives by default; None: joined for classes, entropy for those of
+                  pixels and tokens, variance otherwise
     train         batches of training data, to which a score of FITTED is fitted
     per_class     compare a row with reference rows of the same predicted class, so that no class is refused more often
                   than promised, however rare it is. Classes with fewer than 99 such rows share a reference
@@ -132,44 +138,14 @@ def calibrate(
     >>> found.num_reference, round(found.smallest_p_value, 4)
     (150, 0.0066)
     """
-    head = model.head
-    if not head.precision.fitted:
-        raise NotFitted("The posterior is not fitted: call afield.fit_posterior(model, train_loader) before calibrate.")
-    for name, value in (("amplitude", amplitude), ("logit_scale", logit_scale)):
-        if value is not None and not 0 < value < math.inf:
-            raise ValueError(f"{name} must be positive and finite, got {value}.")
-    if logit_scale is not None and not LIKELIHOODS[head.likelihood].of_classes:
-        raise ValueError(f"logit_scale is of classes, got a {head.likelihood} head: leave it out.")
-    if fit_fraction is not None and not 0 < fit_fraction < 1:
-        raise ValueError(f"fit_fraction must lie strictly between 0 and 1, got {fit_fraction}.")
-    if per_class and not LIKELIHOODS[head.likelihood].num_classes(head.out_features):
-        raise ValueError(f"per_class=True needs classes to predict, got a {head.likelihood} head: leave it out.")
-    if per_output and not LIKELIHOODS[head.likelihood].has_labels(head.out_features):
-        raise ValueError(
-            f"per_output=True needs several labels, got a {head.likelihood} head with {head.out_features} outputs: "
-            "leave it out. Outputs of a regression have their own noise in any case."
-        )
-    if (score in FITTED) != (train is not None):
-        raise ValueError(_ABOUT_TRAIN.format(score=score))
+    _check_options(model.head, amplitude, logit_scale, score, train, per_class, per_output, fit_fraction)
     model.check_fresh("calibrate")
     with evaluating(model), model.head.revision(observes=False) as head:
         fields: dict[str, Any] = {"target": target, "inputs": inputs}
         sample = Sample(num_positions, ignore_index, exactly=True)
         examples = Hidden(model, loader, weights=weights, keep=False, progress=progress, sample=sample, **fields)
-        batches = list(examples)
-        if not batches:
-            raise ValueError("calibrate got an empty loader: there is nothing to calibrate on.")
-        if any(batch.target is None for batch in batches):
-            raise examples.without_target("calibrate")
-        hidden = torch.cat([batch.h for batch in batches])
-        given = torch.cat([batch.target for batch in batches if batch.target is not None])
-        y = check_target(given, head)
-        warn_of_kind(other_kind(head, given))
-        weight = None if weights is None else torch.cat([batch.weight for batch in batches if batch.weight is not None])
-        draws = num_positions if examples.have_positions else 1
-        count = hidden.shape[0] // draws  # of inputs, each with so many rows
-        if count < _FEWEST:
-            raise ValueError(f"calibrate expects at least {_FEWEST} held-out examples, got {count}.")
+        held_out, reason = _read(examples, head, num_positions)
+        warn_of_kind(reason)
         if per_class and examples.have_positions:
             raise ValueError(
                 "per_class=True compares inputs of one class, and the positions of an input have many: leave it out."
@@ -182,44 +158,150 @@ def calibrate(
         if train is not None and score is not None:
             seen = Hidden(model, train, keep=False, progress=progress, sample=Sample(OBSERVED, ignore_index), **fields)
             head.chosen_score.take(_constants(head, score, seen))
-        free = head.score == JOINED or head.chosen_score.fitted  # of the parameters
-        fraction = fit_fraction or (JOINED_FRACTION if free else FIT_FRACTION)
-        first, rest = (part.to(hidden.device) for part in cut_in_two(count, fraction, seed))
-        # Parameters may decide the predicted class, by which the reference is then cut.
-        of_parameters = fit_fraction or (fraction if per_class else FIT_FRACTION)
-        fit = cut_in_two(count, of_parameters, seed)[0].to(hidden.device)
-        first, fit, reference_rows = (_rows_of(part, draws) for part in (first, fit, rest))
-        balance_outputs(head, hidden[fit], y[fit], None if weight is None else weight[fit])
-        objective = objective_of(head, hidden[fit], y[fit], None if weight is None else weight[fit])
-        objective = dataclasses.replace(objective, group=draws)
-        if logit_scale is not None:
-            objective = with_scale(objective, logit_scale)
-        if amplitude is not None:
-            objective = dataclasses.replace(objective, grid=np.array([amplitude**2]))
-        current = float(head.noise if likelihood.noisy else head.logit_scale)
-        before = float(objective.mean(objective.loss(current, float(head.amplitude) ** 2)))
-        errors = STANDARD_ERRORS if logit_scale is None else 0.0
-        nuisance, amplitude, after = choose(objective, largest=likelihood.of_classes, standard_errors=errors)
-        fitted = {} if likelihood.calibrated is None else {likelihood.calibrated: nuisance}
-        head.set_scalars(amplitude=amplitude, **fitted)
-        if likelihood.noisy and _raise_noise(head, hidden[fit]):
-            after = float(objective.mean(objective.loss(float(head.noise), amplitude**2)))
-        if per_output:
-            calibrate_labels(head, hidden[fit], y[fit], None if weight is None else weight[fit])
+        cut = _cut(head, held_out, fit_fraction, per_class, seed)
+        fitted = _fit_scalars(head, held_out.of(cut.fit), amplitude, logit_scale, per_output)
         if head.joined_score is not None:
-            head.joined_score.fit(sources_of(head, hidden[first]))
-        reference = Prediction.cat([head.predict(h) for h in hidden[reference_rows].split(4096)])
-        scores, classes = reference.score(head.score), predicted_class(reference) if per_class else None
-        head.set_reference(scores, classes, draws=draws)
-        if reference.has_labels and draws == 1:
-            head.set_label_reference(doubts(reference))
+            head.joined_score.fit(sources_of(head, held_out.hidden[cut.score]))
+        _keep_reference(head, held_out, cut, per_class)
         if examples.have_positions:
-            head.set_input_reference(_input_scores(model, head, examples, [examples.keys[i] for i in rest.tolist()]))
-        nuisance = float(head.noise if likelihood.noisy else head.logit_scale)
-        _warn_of_guessing(head, objective, objective.loss(nuisance, amplitude**2), y[fit])
-    smallest = fewest_rows(head.reference, head.reference_spans) // draws
-    counts = (int(fit.numel()) // draws, int(rest.numel()), smallest)
-    return Calibration(float(head.logit_scale), amplitude, float(head.noise), before, after, *counts)
+            keys = [examples.keys[i] for i in cut.reference_inputs.tolist()]
+            head.set_input_reference(_input_scores(model, head, examples, keys))
+        _warn_of_guessing(head, fitted.objective, fitted.losses(head), held_out.y[cut.fit])
+    smallest = fewest_rows(head.reference, head.reference_spans) // held_out.draws
+    counts = (int(cut.fit.numel()) // held_out.draws, int(cut.reference_inputs.numel()), smallest)
+    scalars = (float(head.logit_scale), fitted.amplitude, float(head.noise))
+    return Calibration(*scalars, fitted.before, fitted.after, *counts)
+
+
+def _check_options(
+    head: GaussianProcessHead,
+    amplitude: float | None,
+    logit_scale: float | None,
+    score: str | None,
+    train: Iterable[Any] | None,
+    per_class: bool,
+    per_output: bool,
+    fit_fraction: float | None,
+) -> None:
+    if not head.precision.fitted:
+        raise NotFitted("The posterior is not fitted: call afield.fit_posterior(model, train_loader) before calibrate.")
+    likelihood = LIKELIHOODS[head.likelihood]
+    for name, value in (("amplitude", amplitude), ("logit_scale", logit_scale)):
+        if value is not None and not 0 < value < math.inf:
+            raise ValueError(f"{name} must be positive and finite, got {value}.")
+    if logit_scale is not None and not likelihood.of_classes:
+        raise ValueError(f"logit_scale is of classes, got a {head.likelihood} head: leave it out.")
+    if fit_fraction is not None and not 0 < fit_fraction < 1:
+        raise ValueError(f"fit_fraction must lie strictly between 0 and 1, got {fit_fraction}.")
+    if per_class and not likelihood.num_classes(head.out_features):
+        raise ValueError(f"per_class=True needs classes to predict, got a {head.likelihood} head: leave it out.")
+    if per_output and not likelihood.has_labels(head.out_features):
+        raise ValueError(
+            f"per_output=True needs several labels, got a {head.likelihood} head with {head.out_features} outputs: "
+            "leave it out. Outputs of a regression have their own noise in any case."
+        )
+    if (score in FITTED) != (train is not None):
+        raise ValueError(_ABOUT_TRAIN.format(score=score))
+
+
+@dataclass(frozen=True)
+class _HeldOut:
+    """Rows of held-out data; each input has as many as `draws`, one after the other."""
+
+    hidden: Tensor
+    y: Tensor
+    weight: Tensor | None
+    draws: int
+
+    def of(self, rows: Tensor) -> "_HeldOut":
+        return _HeldOut(self.hidden[rows], self.y[rows], None if self.weight is None else self.weight[rows], self.draws)
+
+
+def _read(examples: Hidden, head: GaussianProcessHead, num_positions: int) -> tuple[_HeldOut, str | None]:
+    """The rows, and what is odd about their targets."""
+    batches = list(examples)
+    if not batches:
+        raise ValueError("calibrate got an empty loader: there is nothing to calibrate on.")
+    if any(batch.target is None for batch in batches):
+        raise examples.without_target("calibrate")
+    hidden = torch.cat([batch.h for batch in batches])
+    given = torch.cat([batch.target for batch in batches if batch.target is not None])
+    y = check_target(given, head)
+    of_examples = [batch.weight for batch in batches if batch.weight is not None]
+    draws = num_positions if examples.have_positions else 1
+    if (count := hidden.shape[0] // draws) < _FEWEST:
+        raise ValueError(f"calibrate expects at least {_FEWEST} held-out examples, got {count}.")
+    weight = None if examples.weights is None else torch.cat(of_examples)
+    return _HeldOut(hidden, y, weight, draws), other_kind(head, given)
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """Which rows do what: choose the parameters, fix the score, are the reference; and the inputs of the last."""
+
+    fit: Tensor
+    score: Tensor
+    reference: Tensor
+    reference_inputs: Tensor
+
+
+def _cut(head: GaussianProcessHead, held_out: _HeldOut, fit_fraction: float | None, per_class: bool, seed: int) -> _Cut:
+    count, device = len(held_out.hidden) // held_out.draws, held_out.hidden.device
+    free = head.score == JOINED or head.chosen_score.fitted  # of the parameters
+    fraction = fit_fraction or (JOINED_FRACTION if free else FIT_FRACTION)
+    first, rest = (part.to(device) for part in cut_in_two(count, fraction, seed))
+    # Parameters may decide the predicted class, by which the reference is then cut.
+    of_parameters = fit_fraction or (fraction if per_class else FIT_FRACTION)
+    fit = cut_in_two(count, of_parameters, seed)[0].to(device)
+    fit, first, reference = (_rows_of(part, held_out.draws) for part in (fit, first, rest))
+    return _Cut(fit, first, reference, rest)
+
+
+@dataclass(frozen=True)
+class _Fitted:
+    objective: Objective
+    amplitude: float
+    before: float
+    after: float
+
+    def losses(self, head: GaussianProcessHead) -> Tensor:
+        return self.objective.loss(_nuisance(head), self.amplitude**2)
+
+
+def _nuisance(head: GaussianProcessHead) -> float:
+    """What is fitted beside the amplitude."""
+    return float(head.noise if LIKELIHOODS[head.likelihood].noisy else head.logit_scale)
+
+
+def _fit_scalars(
+    head: GaussianProcessHead, rows: _HeldOut, amplitude: float | None, logit_scale: float | None, per_output: bool
+) -> _Fitted:
+    """Choose amplitude, logit scale and noise by these rows, and give them to the head."""
+    likelihood, data = LIKELIHOODS[head.likelihood], (rows.hidden, rows.y, rows.weight)
+    balance_outputs(head, *data)
+    objective = dataclasses.replace(objective_of(head, *data), group=rows.draws)
+    if logit_scale is not None:
+        objective = with_scale(objective, logit_scale)
+    if amplitude is not None:
+        objective = dataclasses.replace(objective, grid=np.array([amplitude**2]))
+    before = float(objective.mean(objective.loss(_nuisance(head), float(head.amplitude) ** 2)))
+    errors = STANDARD_ERRORS if logit_scale is None else 0.0
+    nuisance, best, after = choose(objective, largest=likelihood.of_classes, standard_errors=errors)
+    fitted = {} if likelihood.calibrated is None else {likelihood.calibrated: nuisance}
+    head.set_scalars(amplitude=best, **fitted)
+    if likelihood.noisy and _raise_noise(head, rows.hidden):
+        after = float(objective.mean(objective.loss(float(head.noise), best**2)))
+    if per_output:
+        calibrate_labels(head, *data)
+    return _Fitted(objective, best, before, after)
+
+
+def _keep_reference(head: GaussianProcessHead, held_out: _HeldOut, cut: _Cut, per_class: bool) -> None:
+    reference = Prediction.cat([head.predict(h) for h in held_out.hidden[cut.reference].split(4096)])
+    scores, classes = reference.score(head.score), predicted_class(reference) if per_class else None
+    head.set_reference(scores, classes, draws=held_out.draws)
+    if reference.has_labels and held_out.draws == 1:
+        head.set_label_reference(doubts(reference))
 
 
 def _rows_of(inputs: Tensor, draws: int) -> Tensor:
@@ -284,23 +366,7 @@ def cut_in_two(count: int, fit_fraction: float = FIT_FRACTION, seed: int = 0) ->
 
 
 def _warn_of_guessing(head: GaussianProcessHead, objective: Objective, losses: Tensor, target: Tensor) -> None:
-    """Warn where the losses (N,) are no better than those of a guess, or the classes no better than chance, at 5%."""
-    likelihood, reasons = LIKELIHOODS[head.likelihood], []
-    classes = likelihood.num_classes(head.out_features)
-    if classes:
-        guess, name = torch.full_like(losses, math.log(classes)), f"log {classes}, that of the uniform guess"
-    else:
-        guess, name = _constant_loss(likelihood, objective, target), "that of a constant"
-    gain, loss, guessed = guess - losses, float(objective.mean(losses)), float(objective.mean(guess))
-    if float(objective.mean(gain)) <= _ONE_IN_TWENTY * float(objective.standard_error(gain)):
-        reasons.append(f"its log loss of {loss:.4g} cannot be told from {guessed:.4g} ({name})")
-    if classes:
-        chosen = objective.outputs.argmax(-1) if head.out_features > 1 else (objective.outputs[:, 0] > 0).long()
-        right = (chosen == target).double()
-        chance = math.sqrt((1 - 1 / classes) / classes / objective.count(right) * objective.group)
-        if float(objective.mean(right)) <= 1 / classes + _ONE_IN_TWENTY * chance:
-            reasons.append(f"its accuracy of {float(objective.mean(right)):.4g} cannot be told from chance")
-    if reasons:
+    if reasons := signs_of_guessing(head, objective, losses, target):
         warnings.warn(
             f"On {len(losses)} held-out examples the calibrated model is no better than guessing: "
             f"{', and '.join(reasons)}. Is the network trained, are these its classes or targets, and are inputs "
@@ -308,17 +374,6 @@ def _warn_of_guessing(head: GaussianProcessHead, objective: Objective, losses: T
             NoBetterThanGuessing,
             stacklevel=3,
         )
-
-
-def _constant_loss(likelihood: Likelihood, objective: Objective, target: Tensor) -> Tensor:
-    """The losses (N,) of the best answer that does not look at its input."""
-    mean = objective.mean(target.T.double())
-    if likelihood.noisy:
-        variance = objective.mean((target - mean).square().T).clamp_min(1e-300)
-        return likelihood.predictive_loss(mean.expand_as(target), variance.expand_as(target), 0.0, target)
-    assert likelihood.link is not None
-    output = likelihood.link(mean).expand_as(target)
-    return likelihood.predictive_loss(output, torch.zeros_like(output), 0.0, target)
 
 
 def _raise_noise(head: GaussianProcessHead, hidden: Tensor) -> bool:

@@ -54,13 +54,11 @@ def shard_loader(loader: Iterable[Any], sharded: bool | None) -> Iterable[Any]:
     over = getattr(loader, "over", None)  # of several heads, one reads its targets from the batches of all
     if over is not None:
         return over(shard_loader(loader.loader, sharded))  # type: ignore[attr-defined]
-    plain = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
-    if not plain:
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         raise ValueError(
             "Under torch.distributed, fit_posterior shards a DataLoader over a map-style data set by itself. For other "
             "loaders give each rank its own part, every example once, and say sharded=True."
         )
-    assert isinstance(loader, DataLoader)
     indices = range(dist.get_rank(), len(loader.dataset), dist.get_world_size())  # type: ignore[arg-type]
     part = Subset(loader.dataset, indices)
     size = loader.batch_size if loader.batch_size is not None else 64

@@ -51,11 +51,11 @@ def predict_positions(head: GaussianProcessHead, h: Tensor, mask: Tensor | None 
     rows = Prediction.cat(parts)
     of_inputs: dict[str, Any] = {"mask": mask}
     if head.calibrated and len(head.input_reference):
-        of_inputs |= judge_inputs(head, unflatten(rows.score(), shape), mask)
+        of_inputs |= fields_of_inputs(head, unflatten(rows.score(), shape), mask)
     return from_rows(rows, shape[0], shape[1:], **of_inputs)
 
 
-def judge_inputs(head: GaussianProcessHead, scores: Tensor, mask: Tensor | None) -> dict[str, Any]:
+def fields_of_inputs(head: GaussianProcessHead, scores: Tensor, mask: Tensor | None) -> dict[str, Any]:
     """The fields of a `Prediction` that are of inputs, from scores (N, *P) of their positions."""
     total = input_score(scores, mask)
     p_value, _ = conformal_p_value(total, head.input_reference)

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -62,7 +63,7 @@ class Metrics:
     def forget(self, name: str, version: str) -> None:
         """Drop the gauges of a version that is gone; what was counted stays."""
         for gauge in (self.evidence, self.line, self.alarm, self.loaded):
-            if (name, version) in gauge._metrics:
+            with suppress(KeyError):  # a model without a watch has no evidence
                 gauge.remove(name, version)
 
     def text(self) -> bytes:
