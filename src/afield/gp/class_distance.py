@@ -121,8 +121,9 @@ class ClassDistance(Accumulator):
         there = count > 1e-6 * count.amax()  # what is left of a class that was removed is rounding
         means = self.first[0] / torch.where(there, count, 1.0)[:, None]
         within = self.data[0] / total - (means * (torch.where(there, count, 0.0) / total)[:, None]).T @ means
-        mean = means[there].mean(0)
-        between = (means[there] - mean).T @ (means[there] - mean) / there.sum()
+        share = there.to(means) / there.sum().clamp_min(1)
+        mean = share @ means
+        between = ((means - mean) * share[:, None]).T @ (means - mean)
         return there, means, within, mean, within + between
 
     @torch.inference_mode(False)
