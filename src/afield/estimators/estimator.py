@@ -14,9 +14,17 @@ from sklearn.utils import check_random_state
 from sklearn.utils._param_validation import Interval, StrOptions
 
 from afield.estimators.fitted import FEWEST_TO_SPLIT, Fitted
-from afield.estimators.network import adapt, network, predict_mean
+from afield.estimators.network import adapt, network
 from afield.estimators.noise import fit_noise
-from afield.estimators.posterior import FEWEST_HELD_OUT, LEAST_NOISE, answers_of, calibrate_on, finish
+from afield.estimators.posterior import (
+    FEWEST_HELD_OUT,
+    LEAST_NOISE,
+    answers_of,
+    calibrate_on,
+    finish,
+    raise_noise,
+    settle_noise,
+)
 from afield.estimators.rows import Rows, split
 from afield.estimators.stream import forget, learn, learn_keeping_reference
 from afield.estimators.tables import check_table, encode
@@ -28,8 +36,7 @@ from afield.settings import Settings
 parameters = dataclass(kw_only=True, eq=False, repr=False)  # scikit-learn has its own repr, and compares by identity
 _LEAST_HELD_OUT, _MOST_HELD_OUT = 24, 4000  # clusters of rows
 _MOST_OF_A_STREAM = 2000  # rows that a stream keeps to calibrate on
-_MISSES = 0.01  # mean squared error of targets with variance 1
-_INTERPOLATES = 1e-6  # a noise that is this small a part of the mean squared error on held-out rows
+_FEWEST_TO_TRY = 12  # clusters of rows
 
 
 def _positive(*others: Any, closed: str = "neither", right: float | None = None) -> list[Any]:
@@ -114,7 +121,7 @@ class SNGPEstimator(Fitted):
         self._warn_if_falling(history)
         finish(model, trained)
         if numbers:
-            _warn_if_interpolating(model, held)
+            self._settle_noise(model, architecture, trained, held)
         self._architecture, self._num_seen, self.model_ = architecture, len(rows), model
         learns = numbers or self.early_stopping
         self._calibrate(held, learns=learns, rows=trained)
@@ -123,6 +130,25 @@ class SNGPEstimator(Fitted):
         self._held_out = held if again or not learns else held[:0]
         self.loss_curve_, self.held_out_loss_curve_, self.n_iter_ = history.loss, history.held_out, len(history.loss)
         return self
+
+    def _settle_noise(self, model: SNGP, architecture: dict[str, Any], rows: Rows, held: Rows) -> None:
+        """Find the noise of numbers on held-out rows; where none are, on those of a trial that is then thrown away."""
+        if len(held) >= FEWEST_HELD_OUT:
+            return settle_noise(model, rows, held)
+        clusters = rows.clusters()
+        count = int(clusters.max()) + 1
+        if count < _FEWEST_TO_TRY:
+            return None
+        index, rest = split(torch.zeros(len(rows)), clusters, count // 3, torch.Generator().manual_seed(self._seed))
+        part, others = rows[index], rows[rest]
+        with torch.random.fork_rng(devices=()):
+            torch.manual_seed(self._seed)
+            trial = network(**architecture)
+            adapt(trial, part)
+            train_network(trial, part, others[:0], replace(self._training(len(part)), report=lambda line: None))
+        finish(trial, part)
+        settle_noise(trial, part, others)
+        return raise_noise(model, rows, float(trial.head.noise))
 
     def _calibrate(self, held: Rows, *, learns: bool, rows: Rows | None = None) -> None:
         """Calibrate on held-out rows, keep what a guarantee needs of them, and learn them if they shall be learnt.
@@ -231,18 +257,3 @@ class SNGPEstimator(Fitted):
 def with_groups(rows: Rows, groups: Any) -> Rows:
     """The rows, with the number of each row's group where there are groups."""
     return rows if groups is None else replace(rows, group=torch.from_numpy(groups))
-
-
-def _warn_if_interpolating(model: SNGP, held: Rows) -> None:
-    """The noise has gone to zero while rows that were held out are missed: errors without a row say nothing then."""
-    if not len(held):
-        return
-    missed = float((predict_mean(model, held.x) - held.y).double().square().mean())
-    if missed > _MISSES and float(model.head.noise) < _INTERPOLATES * missed:
-        warnings.warn(
-            f"The regressor passes through its {model.head.num_observed} training rows and misses held-out ones: its "
-            "standard deviations and intervals are too narrow. Use fewer num_random_features, a larger ridge, or more "
-            "rows.",
-            UserWarning,
-            stacklevel=4,
-        )

@@ -8,6 +8,7 @@ variance of held-out rows. The typical row stays as it was, further ones are shr
 import math
 from dataclasses import replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,15 +18,18 @@ from afield.estimators.rows import Rows
 from afield.gp.likelihoods import LIKELIHOODS
 from afield.model.calibration import calibrate, sources_of
 from afield.model.evaluating import evaluating
+from afield.model.fingerprint import Fingerprint
 from afield.model.output_weights import fit_head
 from afield.model.posterior import fit_posterior
 from afield.model.sngp_model import SNGP
+from afield.outputs.noise import Residuals
 from afield.prediction.prediction import Prediction
 from afield.prediction.predictive import MEAN_FIELD_FACTOR
 
 FEWEST_HELD_OUT = 20  # of which `calibrate` can make something
 _MOST_FOR_SCORE = 10_000  # rows
 _NEARLY_ALL = 1 - 1e-9  # all but one
+_LEVELS_A_DECADE = 8
 LEAST_NOISE = 1e-10  # of a target with variance 1: below, targets are all alike
 
 
@@ -36,6 +40,51 @@ def finish(model: SNGP, rows: Rows) -> None:
     fit_posterior(model, rows.batches(), weights=rows.weight, progress=False)
     if model.head.joined_score is not None:
         _fit_score(model, rows)
+
+
+def settle_noise(model: SNGP, rows: Rows, held: Rows) -> None:
+    """Raise the noise of numbers to where the loss on held-out rows is least.
+
+    A network that was trained on these rows may pass through them, whatever noise they have. What it leaves of them
+    then says nothing; nor do rows without themselves, whose targets the hidden layers know.
+    """
+    head = model.head
+    least, ridge = float(head.noise), float(head.ridge)
+    values, turn = torch.linalg.eigh(head.precision.data[0])
+    cross = turn.T @ _cross(model)
+    with evaluating(model):
+        phi = torch.cat([head.features(model.hidden(part.x)) for part in held.parts()]) @ turn
+
+    def loss(noise: float) -> float:
+        error = held.y - phi @ (cross / (values + noise * ridge)[:, None])
+        error = error if head.noise_shape is None else head.noise_shape.whiten(error)
+        total = phi.square() @ (1 / (ridge + values / noise)) + noise
+        return float(held.weight @ (error.square() / total[:, None] + total.log()[:, None]).sum(1))
+
+    steps = math.ceil(_LEVELS_A_DECADE * max(0.0, -math.log10(least)))  # up to the variance of the targets
+    raise_noise(model, rows, min(np.geomspace(least, max(least, 1.0), 1 + steps).tolist(), key=loss))
+
+
+def raise_noise(model: SNGP, rows: Rows, noise: float) -> None:
+    """Let the noise of numbers be at least this, and solve for the output weights anew."""
+    head = model.head
+    if noise <= float(head.noise):
+        return
+    cross, penalty = _cross(model), noise * float(head.ridge) * torch.eye(head.weight.shape[1], dtype=torch.float64)
+    with evaluating(model):
+        head.weight.copy_(torch.linalg.solve(head.precision.data[0] + penalty, cross).T)
+        residuals = Residuals(head)
+        for part in rows.parts():
+            residuals.add(model.hidden(part.x), part.y, part.weight)
+    residuals.set_noise()
+    head.set_scalars(noise=noise)
+    model.fingerprint = Fingerprint(model.net)
+
+
+def _cross(model: SNGP) -> Tensor:
+    """Phi^T W y (D, K), which the output weights were solved with."""
+    head, gram = model.head, model.head.precision.data[0]
+    return gram @ head.weight.detach().T + float(head.noise) * float(head.ridge) * head.weight.detach().T
 
 
 def _fit_score(model: SNGP, rows: Rows) -> None:
