@@ -1,5 +1,6 @@
 """What a fitted estimator answers beyond scikit-learn's methods: guarantees, noise by the input, decisions, files."""
 
+import dataclasses
 import json
 import pickle
 import warnings
@@ -21,7 +22,10 @@ from afield.errors import DamagedModel
 from afield.estimators import SNGPClassifier, SNGPRegressor
 from afield.estimators.noise import without_itself
 from afield.estimators.posterior import finish, raise_noise, settle_noise
-from afield.estimators.rows import Rows
+from afield.estimators.rows import Rows, split
+from afield.estimators.scores import OF_CLASSES
+from afield.prediction.distance_scores import FITTED
+from afield.prediction.scores import SCORES
 
 QUICK = {"n_members": 2, "width": 16, "num_random_features": 64, "max_iter": 30, "random_state": 0}
 pytestmark = pytest.mark.filterwarnings("ignore::sklearn.exceptions.ConvergenceWarning")
@@ -290,3 +294,69 @@ def test_the_settled_noise_has_its_output_weights() -> None:
     torch.testing.assert_close(model.head.weight.detach(), exact.T, rtol=1e-6, atol=1e-9)
     error = (rows.y - phi @ exact)[:, 0]
     assert float(model.head.training_error) == pytest.approx(float(rows.weight @ error**2 / rows.weight.sum()))
+
+
+# Scores
+
+
+@pytest.mark.parametrize("name", sorted(OF_CLASSES))
+@pytest.mark.parametrize("stopped", [True, False])
+def test_a_classifier_rests_on_the_score_that_it_is_given(name: str, stopped: bool, tmp_path: Path) -> None:
+    """p-values, acceptance, score_samples and ood_score are those of the score, also in copies and files."""
+    x, y = make_moons(160, noise=0.2, random_state=0)
+    options = {"detection_score": name, "max_iter": 10, "early_stopping": stopped}
+    fitted = SNGPClassifier(**QUICK | options).fit(x, y)
+    head, rows = fitted.model_.head, torch.tensor(x)
+    prediction = fitted.model_.predict(rows)
+    if name in FITTED:
+        score = FITTED[name](head.in_features, 2)
+        index = np.isin(np.arange(160), held_out(fitted, x, y), invert=True)
+        h = fitted.model_.hidden(rows[index])
+        score.update(h, torch.tensor(y[index]), head(h))
+        if "logits" not in score.needs or not stopped:  # held-out rows are learnt then, and logits others
+            raw = dataclasses.replace(prediction, logits=head(prediction.features))
+            np.testing.assert_allclose(fitted.ood_score(x), score.score(raw).numpy(), rtol=1e-5)
+    else:
+        np.testing.assert_array_equal(fitted.ood_score(x), SCORES[name](prediction).numpy())
+    np.testing.assert_array_equal(fitted.score_samples(x), -fitted.ood_score(x))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        p = fitted.p_value(x)
+    assert (np.diff(p[np.argsort(fitted.ood_score(x))]) <= 0).all()
+    assert len(head.reference) == 24 if stopped or name in FITTED else len(head.reference) < 24
+    np.testing.assert_array_equal(pickle.loads(pickle.dumps(fitted)).ood_score(x), fitted.ood_score(x))
+    fitted.save(tmp_path)
+    np.testing.assert_array_equal(SNGPClassifier.load(tmp_path).accept(x, alpha=0.2), fitted.accept(x, alpha=0.2))
+
+
+def held_out(fitted: SNGPClassifier, x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    """Which rows `fit` holds out."""
+    rows = Rows(torch.tensor(x), torch.tensor(y), torch.ones(len(x)))
+    seed = int(np.random.RandomState(0).randint(2**31 - 1))
+    return split(rows.y, rows.clusters(), 24, torch.Generator().manual_seed(seed))[1].numpy()
+
+
+def test_a_regressor_rests_on_the_score_that_it_is_given() -> None:
+    x, y = varying(200, 0)
+    fitted = SNGPRegressor(detection_score="knn", **QUICK | {"max_iter": 5}).fit(x, y)
+    assert fitted.model_.head.score == "knn"
+    before = fitted.ood_score(x)
+    assert fitted.ood_score(x + 50).min() > before.max()
+    assert not fitted.accept(x + 50, alpha=0.05).any()
+    assert len(fitted.model_.head.reference) == 30
+    fitted.partial_fit(x[:50] + 0.01, y[:50])  # hidden layers stay, and the score with them
+    np.testing.assert_array_equal(fitted.ood_score(x), before)
+    assert not fitted.accept(x + 50, alpha=0.05).any()
+    few = SNGPRegressor(detection_score="knn", **QUICK | {"max_iter": 5}).fit(x[:40], y[:40])
+    knn, rows = FITTED["knn"](few.model_.head.in_features, 1), torch.tensor(x[:40])
+    knn.update(few.model_.hidden(rows))
+    np.testing.assert_allclose(few.ood_score(x[:40]), knn.score(few.model_.predict(rows)).numpy(), rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [(SNGPClassifier, "vim"), (SNGPRegressor, "joined"), (SNGPRegressor, "mahalanobis")]
+)
+def test_scores_that_an_estimator_has_not(kind, name: str) -> None:
+    x, y = make_moons(30, random_state=0)
+    with pytest.raises(ValueError, match=rf"The 'detection_score' parameter of {kind.__name__} must be a str among"):
+        kind(detection_score=name).fit(x, y)

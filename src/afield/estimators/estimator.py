@@ -68,6 +68,7 @@ class SNGPEstimator(Fitted):
     validation_fraction: float | None = 0.15
     n_iter_no_change: int = 15
     tol: float = 1e-4
+    detection_score: str | None = None
     categorical_features: ArrayLike | str | None = "from_dtype"
     warm_start: bool = False
     random_state: int | np.random.RandomState | None = None
@@ -119,7 +120,7 @@ class SNGPEstimator(Fitted):
                 architecture, model = self._architecture, copy.deepcopy(self.model_)
             history = train_network(model, trained, held, self._training(len(trained)))
         self._warn_if_falling(history)
-        finish(model, trained)
+        finish(model, trained, self.detection_score)
         if numbers:
             self._settle_noise(model, architecture, trained, held)
         self._architecture, self._num_seen, self.model_ = architecture, len(rows), model

@@ -15,8 +15,9 @@ from torch import Tensor
 from afield.estimators.network import predict
 from afield.estimators.noise import InputNoise, of_targets, without_itself
 from afield.estimators.rows import Rows
+from afield.estimators.scores import fit_score
 from afield.gp.likelihoods import LIKELIHOODS
-from afield.model.calibration import calibrate, sources_of
+from afield.model.calibration import calibrate
 from afield.model.evaluating import evaluating
 from afield.model.fingerprint import Fingerprint
 from afield.model.output_weights import fit_head
@@ -27,19 +28,17 @@ from afield.prediction.prediction import Prediction
 from afield.prediction.predictive import MEAN_FIELD_FACTOR
 
 FEWEST_HELD_OUT = 20  # of which `calibrate` can make something
-_MOST_FOR_SCORE = 10_000  # rows
 _NEARLY_ALL = 1 - 1e-9  # all but one
 _LEVELS_A_DECADE = 8
 LEAST_NOISE = 1e-10  # of a target with variance 1: below, targets are all alike
 
 
-def finish(model: SNGP, rows: Rows) -> None:
-    """The posterior of the rows; for numbers the output weights and the noise before it."""
+def finish(model: SNGP, rows: Rows, score: str | None = None) -> None:
+    """The posterior of the rows and the score; for numbers the output weights and the noise before it."""
     if LIKELIHOODS[model.head.likelihood].noisy:
         fit_head(model, rows.batches(), weights=rows.weight, progress=False)
     fit_posterior(model, rows.batches(), weights=rows.weight, progress=False)
-    if model.head.joined_score is not None:
-        _fit_score(model, rows)
+    fit_score(model, rows, score)
 
 
 def settle_noise(model: SNGP, rows: Rows, held: Rows) -> None:
@@ -87,28 +86,15 @@ def _cross(model: SNGP) -> Tensor:
     return gram @ head.weight.detach().T + float(head.noise) * float(head.ridge) * head.weight.detach().T
 
 
-def _fit_score(model: SNGP, rows: Rows) -> None:
-    """The joined score, from the training rows: all held-out ones are then left for the reference.
-
-    Of the variance it takes v_i / (1 - w_i v_i), that of the row without itself.
-    """
-    head = model.head
-    with evaluating(model):
-        some = rows[:: max(1, len(rows) // _MOST_FOR_SCORE)]
-        sources = sources_of(head, torch.cat([model.hidden(part.x) for part in some.parts()]))
-        sources[:, 0] /= (1 - some.weight.to(sources) * sources[:, 0]).clamp_min(1e-6)
-        assert head.joined_score is not None
-        head.joined_score.fit(sources)
-        head.set_score("joined")
-
-
 def calibrate_on(model: SNGP, held: Rows, *, stopped: bool, seed: int) -> None:
-    """Calibrate on held-out rows; p-values compare with one row of each cluster.
+    """Calibrate on held-out rows; p-values compare with one row of each cluster, by the score that the model has.
 
     `stopped`: these rows have chosen when to stop, so that keeping a third of them apart would make no p-value
     stricter; all of them then choose, and all are the reference.
     """
     head, alone = model.head, held.merged().alone()
+    name, constants = head.score, head.chosen_score.state_dict()
+    own = None if constants else name
     comparable = len(alone) >= FEWEST_HELD_OUT
     rows = alone if comparable and not stopped else held
     batches = rows.batches()
@@ -116,7 +102,7 @@ def calibrate_on(model: SNGP, held: Rows, *, stopped: bool, seed: int) -> None:
     if LIKELIHOODS[head.likelihood].noisy:
         if float(head.noise) > LEAST_NOISE:
             part = _NEARLY_ALL if stopped else 2 / 3
-            calibrate(model, batches, weights=weights, fit_fraction=part, seed=seed, progress=False)
+            calibrate(model, batches, weights=weights, fit_fraction=part, score=own, seed=seed, progress=False)
     else:
         head.set_scalars(amplitude=1.0)
         variance = predict(model, rows.x).variance
@@ -125,10 +111,13 @@ def calibrate_on(model: SNGP, held: Rows, *, stopped: bool, seed: int) -> None:
         if stopped:
             head.set_scalars(amplitude=amplitude, logit_scale=math.sqrt(2))
         else:
-            calibrate(model, batches, weights=weights, amplitude=amplitude, seed=seed, progress=False)
+            calibrate(model, batches, weights=weights, amplitude=amplitude, score=own, seed=seed, progress=False)
+    if constants:  # which depend on nothing that was chosen here: all rows can be the reference
+        head.chosen_score.take(constants)
+        head.set_score(name)
     if not comparable:
         head.forget_reference()
-    elif stopped or not head.calibrated:
+    elif stopped or constants or not head.calibrated:
         head.set_reference(torch.cat([model.predict(part.x).score(head.score) for part in alone.parts()]))
 
 
