@@ -23,7 +23,7 @@ def fit_score(model: SNGP, rows: Rows, name: str | None) -> None:
         _fit_joined(model, rows)
     if name is not None:
         model.head.set_score(name)
-    if name in FITTED:
+    if name is not None and name in FITTED:
         _fit_chosen(model, rows, name)
 
 
