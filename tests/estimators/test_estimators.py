@@ -278,8 +278,10 @@ def test_a_change_of_noise_between_two_parts_is_taken_into_account() -> None:
     torch.testing.assert_close(model.head.weight.T, exact, rtol=1e-7, atol=1e-8)
 
 
-def test_categorical_stream_minimises_its_objective() -> None:
+@pytest.mark.parametrize("ridge", [1.0, 0.03])  # of which the smaller one is that of the variance alone
+def test_categorical_stream_minimises_its_objective(ridge: float) -> None:
     model, rows = model_and_rows("categorical", rows=60)
+    model.head.set_scalars(ridge=ridge)
     posterior.finish(model, rows[:40])
     old, gram, new = model.head.weight.detach().clone(), model.head.precision.data[0].clone(), rows[40:]
     new = replace(new, weight=torch.linspace(0.5, 2, 20, dtype=torch.float64))
