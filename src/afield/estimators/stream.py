@@ -3,8 +3,8 @@
 gaussian     B = (G + s^2 r I)^-1 Phi^T W y over all rows, old and new, exactly: Phi^T W y of the old ones is
              (G_old + s_old^2 r I) B_old, s_old^2 the noise that B_old was solved with
 categorical  the old posterior is the prior: min over B of sum_new -log p + 1/2 tr (B - B_old)^T A (B - B_old),
-             A = max(r, 1) I + q G_old, q the mean curvature that the softmax has on the new rows. The smaller r is right
-             for distances; here it would let a few rows bend what the old ones say little about (docs/scikit-learn.md)
+             A = max(r, 1) I + q G_old, q the mean curvature that the softmax has on the new rows. A smaller r is for
+             distances; here it would let a few rows bend what the old ones say little about (docs/scikit-learn.md)
 """
 
 import torch
