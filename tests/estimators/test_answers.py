@@ -360,3 +360,29 @@ def test_scores_that_an_estimator_has_not(kind, name: str) -> None:
     x, y = make_moons(30, random_state=0)
     with pytest.raises(ValueError, match=rf"The 'detection_score' parameter of {kind.__name__} must be a str among"):
         kind(detection_score=name).fit(x, y)
+
+
+# Noisy tables
+
+
+def test_a_noisy_table_has_the_width_that_held_out_rows_ask_for() -> None:
+    """Sixty columns of which one says something about a rarer class."""
+    rng = np.random.RandomState(0)
+    x = rng.normal(size=(600, 60))
+    y = (rng.uniform(size=600) < 1 / (1 + np.exp(2 - 1.5 * x[:, 0]))).astype(int)
+    widths = []
+    for seed in (0, 1):
+        options = {"n_members": 1, "num_random_features": 64, "random_state": seed}
+        chosen = SNGPClassifier(**options).fit(x, y)
+        losses = [min(SNGPClassifier(width=width, **options).fit(x, y).held_out_loss_curve_) for width in (16, 64)]
+        assert min(chosen.held_out_loss_curve_) == min(losses)
+        widths.append(chosen._architecture["width"])
+    assert widths == [64, 16]
+    strict = SNGPClassifier(early_stopping=False, max_iter=2, **options).fit(x, y)  # held-out rows choose nothing
+    assert strict._architecture["width"] == 64
+
+
+def test_a_clear_table_has_a_wide_network() -> None:
+    x, y = make_moons(300, noise=0.1, random_state=0)
+    fitted = SNGPClassifier(n_members=1, num_random_features=64, random_state=0).fit(x, y)
+    assert fitted._architecture["width"] == 64

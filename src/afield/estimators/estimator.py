@@ -37,6 +37,8 @@ parameters = dataclass(kw_only=True, eq=False, repr=False)  # scikit-learn has i
 _LEAST_HELD_OUT, _MOST_HELD_OUT = 24, 4000  # clusters of rows
 _MOST_OF_A_STREAM = 2000  # rows that a stream keeps to calibrate on
 _FEWEST_TO_TRY = 12  # clusters of rows
+_WIDE, _NARROW = 64, 16
+_AT_ONCE = 5  # epochs
 
 
 def _positive(*others: Any, closed: str = "neither", right: float | None = None) -> list[Any]:
@@ -53,7 +55,7 @@ class SNGPEstimator(Fitted):
 
     n_members: int | None = None
     depth: int = 2
-    width: int = 64
+    width: int | None = None
     dropout: float = 0.25
     bound: float | None = None
     num_random_features: int | None = None
@@ -77,7 +79,7 @@ class SNGPEstimator(Fitted):
     _parameter_constraints: ClassVar[dict[str, Any]] = {
         "n_members": _whole(None),
         "depth": _whole(),
-        "width": _whole(),
+        "width": _whole(None),
         "dropout": _positive(closed="left", right=1),
         "bound": _positive(None),
         "num_random_features": _whole(None),
@@ -113,12 +115,12 @@ class SNGPEstimator(Fitted):
         with torch.random.fork_rng(devices=()):
             torch.manual_seed(self._seed)
             if fresh:
-                architecture = self._new_architecture(rows, outputs, likelihood)
-                model = network(**architecture)
-                adapt(model, trained)
+                model, architecture, history = self._train(
+                    self._new_architecture(rows, outputs, likelihood), trained, held
+                )
             else:
                 architecture, model = self._architecture, copy.deepcopy(self.model_)
-            history = train_network(model, trained, held, self._training(len(trained)))
+                history = train_network(model, trained, held, self._training(len(trained)))
         self._warn_if_falling(history)
         finish(model, trained, self.detection_score)
         if numbers:
@@ -132,6 +134,21 @@ class SNGPEstimator(Fitted):
         self.loss_curve_, self.held_out_loss_curve_, self.n_iter_ = history.loss, history.held_out, len(history.loss)
         return self
 
+    def _train(self, architecture: dict[str, Any], rows: Rows, held: Rows) -> tuple[SNGP, dict[str, Any], History]:
+        """Train a new network; where a classifier is at its best at once, see whether a narrow one is better."""
+        found = [self._train_one(architecture, rows, held)]
+        loss = found[0][2].held_out
+        narrow = self.width is None and self.early_stopping and architecture["likelihood"] == "categorical"
+        if narrow and loss and int(np.argmin(loss)) < _AT_ONCE:
+            found.append(self._train_one(architecture | {"width": _NARROW}, rows, held))
+        return min(found, key=lambda one: min(one[2].watched))
+
+    def _train_one(self, architecture: dict[str, Any], rows: Rows, held: Rows) -> tuple[SNGP, dict[str, Any], History]:
+        torch.manual_seed(self._seed)  # of each alike
+        model = network(**architecture)
+        adapt(model, rows)
+        return model, architecture, train_network(model, rows, held, self._training(len(rows)))
+
     def _settle_noise(self, model: SNGP, architecture: dict[str, Any], rows: Rows, held: Rows) -> None:
         """Find the noise of numbers on held-out rows; where none are, on those of a trial that is then thrown away."""
         if len(held) >= FEWEST_HELD_OUT:
@@ -143,10 +160,7 @@ class SNGPEstimator(Fitted):
         index, rest = split(torch.zeros(len(rows)), clusters, count // 3, torch.Generator().manual_seed(self._seed))
         part, others = rows[index], rows[rest]
         with torch.random.fork_rng(devices=()):
-            torch.manual_seed(self._seed)
-            trial = network(**architecture)
-            adapt(trial, part)
-            train_network(trial, part, others[:0], replace(self._training(len(part)), report=lambda line: None))
+            trial, _, _ = self._train_one(architecture, part, others[:0])
         finish(trial, part)
         settle_noise(trial, part, others)
         return raise_noise(model, rows, float(trial.head.noise))
@@ -205,8 +219,8 @@ class SNGPEstimator(Fitted):
 
     def _new_architecture(self, rows: Rows, outputs: int, likelihood: str) -> dict[str, Any]:
         categories = [len(self._categories.get(j, ())) for j in range(rows.x.shape[1])]
-        names = ("depth", "width", "dropout", "bound", "length_scale", "ridge")
-        architecture: dict[str, Any] = {name: getattr(self, name) for name in names}
+        names = ("depth", "dropout", "bound", "length_scale", "ridge")
+        architecture: dict[str, Any] = {name: getattr(self, name) for name in names} | {"width": self.width or _WIDE}
         members = self.n_members or (4 if len(rows) <= 20_000 else 1)
         features = self.num_random_features
         if features is None:  # a power of two, of about twice the rows
