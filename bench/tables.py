@@ -202,17 +202,24 @@ def _complete(kind: str, models: Collection[str]) -> dict[tuple[str, int], dict[
     return {key: of for key, of in found.items() if set(models) <= set(of)}
 
 
+def _on_all_tables(kind: str) -> list[str]:
+    """The models that have run on every table of a kind, on a split at least: the record grows line by line."""
+    tables = CLASSIFICATION if kind == "classification" else REGRESSION
+    seen = {(record["model"], record["table"]) for record in lines(RECORD) if record["kind"] == kind}
+    return [model for model in MODELS if all((model, table) in seen for table in tables)]
+
+
 def _ranks() -> str:
     """Mean ranks; 1 is best."""
     columns = (("classification", "nll", 1), ("classification", "accuracy", -1), ("regression", "rmse", 1),
                ("regression", "nll", 1), ("regression", "crps", 1))  # fmt: skip
     head, cells = ["mean rank"], {name: [name] for name in MODELS}
     for kind, metric, sign in columns:
-        there = {record["model"] for record in lines(RECORD)}
-        complete = _complete(kind, [m for m in MODELS if m in there and m != "GP"])
+        whole = _on_all_tables(kind)
+        complete, models = _complete(kind, whole), [*whole, "GP"]
         ranks: dict[str, list[float]] = {}
         for of in complete.values():
-            names = [m for m in MODELS if m in of]
+            names = [m for m in MODELS if m in of and m in models]
             for name, rank in zip(names, rankdata([sign * of[m][metric] for m in names]), strict=True):
                 ranks.setdefault(name, []).append(float(rank))
         head.append(f"{metric}, {len({table for table, _ in complete})} tables of {kind}")

@@ -577,7 +577,7 @@ def test_rows_that_are_not_finite_are_named(kind, moons) -> None:
             r"'validation_fraction' parameter of SNGPClassifier must be .* in the range \(0",
         ),
         ({"max_iter": 0}, r"'max_iter' parameter of SNGPClassifier must be an int in the range \[1, inf\)"),
-        ({"width": None}, "'width' parameter of SNGPClassifier must be an int"),
+        ({"depth": None}, "'depth' parameter of SNGPClassifier must be an int"),
         ({"ridge": 0.0}, "'ridge' parameter of SNGPClassifier must be a float in the range"),
         ({"ridge": "1"}, "'ridge' parameter of SNGPClassifier must be a float"),
         ({"num_random_features": 63}, "must be a multiple of n_members, got 63 and 2"),
