@@ -278,8 +278,10 @@ def test_a_change_of_noise_between_two_parts_is_taken_into_account() -> None:
     torch.testing.assert_close(model.head.weight.T, exact, rtol=1e-7, atol=1e-8)
 
 
-def test_categorical_stream_minimises_its_objective() -> None:
+@pytest.mark.parametrize("ridge", [1.0, 0.03])  # of which the smaller one is that of the variance alone
+def test_categorical_stream_minimises_its_objective(ridge: float) -> None:
     model, rows = model_and_rows("categorical", rows=60)
+    model.head.set_scalars(ridge=ridge)
     posterior.finish(model, rows[:40])
     old, gram, new = model.head.weight.detach().clone(), model.head.precision.data[0].clone(), rows[40:]
     new = replace(new, weight=torch.linspace(0.5, 2, 20, dtype=torch.float64))
@@ -575,7 +577,7 @@ def test_rows_that_are_not_finite_are_named(kind, moons) -> None:
             r"'validation_fraction' parameter of SNGPClassifier must be .* in the range \(0",
         ),
         ({"max_iter": 0}, r"'max_iter' parameter of SNGPClassifier must be an int in the range \[1, inf\)"),
-        ({"width": None}, "'width' parameter of SNGPClassifier must be an int"),
+        ({"depth": None}, "'depth' parameter of SNGPClassifier must be an int"),
         ({"ridge": 0.0}, "'ridge' parameter of SNGPClassifier must be a float in the range"),
         ({"ridge": "1"}, "'ridge' parameter of SNGPClassifier must be a float"),
         ({"num_random_features": 63}, "must be a multiple of n_members, got 63 and 2"),

@@ -35,6 +35,7 @@ from afield.decide.policies import Policy
 from afield.estimators.estimator import SNGPEstimator, parameters, with_groups
 from afield.estimators.noise import of_targets
 from afield.estimators.rows import Rows
+from afield.estimators.scores import OF_CLASSES, OF_NUMBERS
 from afield.estimators.tables import Floats, check_groups, check_table, check_weights, encode, learn_categories
 from afield.prediction.prediction import Prediction
 
@@ -59,6 +60,7 @@ class SNGPClassifier(ClassifierMixin, SNGPEstimator):
 
     _parameter_constraints: ClassVar[dict[str, Any]] = {
         **SNGPEstimator._parameter_constraints,
+        "detection_score": [StrOptions(OF_CLASSES), None],
         "class_weight": [dict, StrOptions({"balanced"}), None],
     }
 
@@ -197,6 +199,7 @@ class SNGPRegressor(MultiOutputMixin, RegressorMixin, SNGPEstimator):
 
     _parameter_constraints: ClassVar[dict[str, Any]] = {
         **SNGPEstimator._parameter_constraints,
+        "detection_score": [StrOptions(OF_NUMBERS), None],
         "noise": [StrOptions({"input", "constant"})],
     }
 

@@ -14,9 +14,17 @@ from sklearn.utils import check_random_state
 from sklearn.utils._param_validation import Interval, StrOptions
 
 from afield.estimators.fitted import FEWEST_TO_SPLIT, Fitted
-from afield.estimators.network import adapt, network, predict_mean
+from afield.estimators.network import adapt, network
 from afield.estimators.noise import fit_noise
-from afield.estimators.posterior import FEWEST_HELD_OUT, LEAST_NOISE, answers_of, calibrate_on, finish
+from afield.estimators.posterior import (
+    FEWEST_HELD_OUT,
+    LEAST_NOISE,
+    answers_of,
+    calibrate_on,
+    finish,
+    raise_noise,
+    settle_noise,
+)
 from afield.estimators.rows import Rows, split
 from afield.estimators.stream import forget, learn, learn_keeping_reference
 from afield.estimators.tables import check_table, encode
@@ -28,8 +36,9 @@ from afield.settings import Settings
 parameters = dataclass(kw_only=True, eq=False, repr=False)  # scikit-learn has its own repr, and compares by identity
 _LEAST_HELD_OUT, _MOST_HELD_OUT = 24, 4000  # clusters of rows
 _MOST_OF_A_STREAM = 2000  # rows that a stream keeps to calibrate on
-_MISSES = 0.01  # mean squared error of targets with variance 1
-_INTERPOLATES = 1e-6  # a noise that is this small a part of the mean squared error on held-out rows
+_FEWEST_TO_TRY = 12  # clusters of rows
+_WIDE, _NARROW = 64, 16
+_AT_ONCE = 5  # epochs
 
 
 def _positive(*others: Any, closed: str = "neither", right: float | None = None) -> list[Any]:
@@ -46,7 +55,7 @@ class SNGPEstimator(Fitted):
 
     n_members: int | None = None
     depth: int = 2
-    width: int = 64
+    width: int | None = None
     dropout: float = 0.25
     bound: float | None = None
     num_random_features: int | None = None
@@ -61,6 +70,7 @@ class SNGPEstimator(Fitted):
     validation_fraction: float | None = 0.15
     n_iter_no_change: int = 15
     tol: float = 1e-4
+    detection_score: str | None = None
     categorical_features: ArrayLike | str | None = "from_dtype"
     warm_start: bool = False
     random_state: int | np.random.RandomState | None = None
@@ -69,7 +79,7 @@ class SNGPEstimator(Fitted):
     _parameter_constraints: ClassVar[dict[str, Any]] = {
         "n_members": _whole(None),
         "depth": _whole(),
-        "width": _whole(),
+        "width": _whole(None),
         "dropout": _positive(closed="left", right=1),
         "bound": _positive(None),
         "num_random_features": _whole(None),
@@ -105,16 +115,16 @@ class SNGPEstimator(Fitted):
         with torch.random.fork_rng(devices=()):
             torch.manual_seed(self._seed)
             if fresh:
-                architecture = self._new_architecture(rows, outputs, likelihood)
-                model = network(**architecture)
-                adapt(model, trained)
+                model, architecture, history = self._train(
+                    self._new_architecture(rows, outputs, likelihood), trained, held
+                )
             else:
                 architecture, model = self._architecture, copy.deepcopy(self.model_)
-            history = train_network(model, trained, held, self._training(len(trained)))
+                history = train_network(model, trained, held, self._training(len(trained)))
         self._warn_if_falling(history)
-        finish(model, trained)
+        finish(model, trained, self.detection_score)
         if numbers:
-            _warn_if_interpolating(model, held)
+            self._settle_noise(model, architecture, trained, held)
         self._architecture, self._num_seen, self.model_ = architecture, len(rows), model
         learns = numbers or self.early_stopping
         self._calibrate(held, learns=learns, rows=trained)
@@ -123,6 +133,37 @@ class SNGPEstimator(Fitted):
         self._held_out = held if again or not learns else held[:0]
         self.loss_curve_, self.held_out_loss_curve_, self.n_iter_ = history.loss, history.held_out, len(history.loss)
         return self
+
+    def _train(self, architecture: dict[str, Any], rows: Rows, held: Rows) -> tuple[SNGP, dict[str, Any], History]:
+        """Train a new network; where a classifier is at its best at once, see whether a narrow one is better."""
+        found = [self._train_one(architecture, rows, held)]
+        loss = found[0][2].held_out
+        narrow = self.width is None and self.early_stopping and architecture["likelihood"] == "categorical"
+        if narrow and loss and int(np.argmin(loss)) < _AT_ONCE:
+            found.append(self._train_one(architecture | {"width": _NARROW}, rows, held))
+        return min(found, key=lambda one: min(one[2].watched))
+
+    def _train_one(self, architecture: dict[str, Any], rows: Rows, held: Rows) -> tuple[SNGP, dict[str, Any], History]:
+        torch.manual_seed(self._seed)  # of each alike
+        model = network(**architecture)
+        adapt(model, rows)
+        return model, architecture, train_network(model, rows, held, self._training(len(rows)))
+
+    def _settle_noise(self, model: SNGP, architecture: dict[str, Any], rows: Rows, held: Rows) -> None:
+        """Find the noise of numbers on held-out rows; where none are, on those of a trial that is then thrown away."""
+        if len(held) >= FEWEST_HELD_OUT:
+            return settle_noise(model, rows, held)
+        clusters = rows.clusters()
+        count = int(clusters.max()) + 1
+        if count < _FEWEST_TO_TRY:
+            return None
+        index, rest = split(torch.zeros(len(rows)), clusters, count // 3, torch.Generator().manual_seed(self._seed))
+        part, others = rows[index], rows[rest]
+        with torch.random.fork_rng(devices=()):
+            trial, _, _ = self._train_one(architecture, part, others[:0])
+        finish(trial, part)
+        settle_noise(trial, part, others)
+        return raise_noise(model, rows, float(trial.head.noise))
 
     def _calibrate(self, held: Rows, *, learns: bool, rows: Rows | None = None) -> None:
         """Calibrate on held-out rows, keep what a guarantee needs of them, and learn them if they shall be learnt.
@@ -178,8 +219,8 @@ class SNGPEstimator(Fitted):
 
     def _new_architecture(self, rows: Rows, outputs: int, likelihood: str) -> dict[str, Any]:
         categories = [len(self._categories.get(j, ())) for j in range(rows.x.shape[1])]
-        names = ("depth", "width", "dropout", "bound", "length_scale", "ridge")
-        architecture: dict[str, Any] = {name: getattr(self, name) for name in names}
+        names = ("depth", "dropout", "bound", "length_scale", "ridge")
+        architecture: dict[str, Any] = {name: getattr(self, name) for name in names} | {"width": self.width or _WIDE}
         members = self.n_members or (4 if len(rows) <= 20_000 else 1)
         features = self.num_random_features
         if features is None:  # a power of two, of about twice the rows
@@ -231,18 +272,3 @@ class SNGPEstimator(Fitted):
 def with_groups(rows: Rows, groups: Any) -> Rows:
     """The rows, with the number of each row's group where there are groups."""
     return rows if groups is None else replace(rows, group=torch.from_numpy(groups))
-
-
-def _warn_if_interpolating(model: SNGP, held: Rows) -> None:
-    """The noise has gone to zero while rows that were held out are missed: errors without a row say nothing then."""
-    if not len(held):
-        return
-    missed = float((predict_mean(model, held.x) - held.y).double().square().mean())
-    if missed > _MISSES and float(model.head.noise) < _INTERPOLATES * missed:
-        warnings.warn(
-            f"The regressor passes through its {model.head.num_observed} training rows and misses held-out ones: its "
-            "standard deviations and intervals are too narrow. Use fewer num_random_features, a larger ridge, or more "
-            "rows.",
-            UserWarning,
-            stacklevel=4,
-        )

@@ -47,7 +47,9 @@ class Fitted(BaseEstimator):
     def ood_score(self, X: ArrayLike) -> Floats:
         """How far (N,) each row lies from the training data: higher is further."""
         table = self._checked(X)
-        score = predict(self.model_, torch.tensor(table)).score().numpy()
+        # Without held-out rows a prediction does not know which score was asked for.
+        name = None if self.get_params()["detection_score"] is None else self.model_.head.score
+        score = predict(self.model_, torch.tensor(table)).score(name).numpy()
         # What never changed in training tells nothing about how far it is now: beyond all that was seen.
         strange = self._changes(table)
         reference = self.model_.head.reference

@@ -8,58 +8,93 @@ variance of held-out rows. The typical row stays as it was, further ones are shr
 import math
 from dataclasses import replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from afield.estimators.network import predict
 from afield.estimators.noise import InputNoise, of_targets, without_itself
 from afield.estimators.rows import Rows
+from afield.estimators.scores import fit_score
 from afield.gp.likelihoods import LIKELIHOODS
-from afield.model.calibration import calibrate, sources_of
+from afield.model.calibration import calibrate
 from afield.model.evaluating import evaluating
+from afield.model.fingerprint import Fingerprint
 from afield.model.output_weights import fit_head
 from afield.model.posterior import fit_posterior
 from afield.model.sngp_model import SNGP
+from afield.outputs.noise import Residuals
 from afield.prediction.prediction import Prediction
 from afield.prediction.predictive import MEAN_FIELD_FACTOR
 
 FEWEST_HELD_OUT = 20  # of which `calibrate` can make something
-_MOST_FOR_SCORE = 10_000  # rows
 _NEARLY_ALL = 1 - 1e-9  # all but one
+_LEVELS_A_DECADE = 8
 LEAST_NOISE = 1e-10  # of a target with variance 1: below, targets are all alike
 
 
-def finish(model: SNGP, rows: Rows) -> None:
-    """The posterior of the rows; for numbers the output weights and the noise before it."""
+def finish(model: SNGP, rows: Rows, score: str | None = None) -> None:
+    """The posterior of the rows and the score; for numbers the output weights and the noise before it."""
     if LIKELIHOODS[model.head.likelihood].noisy:
         fit_head(model, rows.batches(), weights=rows.weight, progress=False)
     fit_posterior(model, rows.batches(), weights=rows.weight, progress=False)
-    if model.head.joined_score is not None:
-        _fit_score(model, rows)
+    fit_score(model, rows, score)
 
 
-def _fit_score(model: SNGP, rows: Rows) -> None:
-    """The joined score, from the training rows: all held-out ones are then left for the reference.
+def settle_noise(model: SNGP, rows: Rows, held: Rows) -> None:
+    """Raise the noise of numbers to where the loss on held-out rows is least.
 
-    Of the variance it takes v_i / (1 - w_i v_i), that of the row without itself.
+    A network that was trained on these rows may pass through them, whatever noise they have. What it leaves of them
+    then says nothing; nor do rows without themselves, whose targets the hidden layers know.
     """
     head = model.head
+    least, ridge = float(head.noise), float(head.ridge)
+    values, turn = torch.linalg.eigh(head.precision.data[0])
+    cross = turn.T @ _cross(model)
     with evaluating(model):
-        some = rows[:: max(1, len(rows) // _MOST_FOR_SCORE)]
-        sources = sources_of(head, torch.cat([model.hidden(part.x) for part in some.parts()]))
-        sources[:, 0] /= (1 - some.weight.to(sources) * sources[:, 0]).clamp_min(1e-6)
-        assert head.joined_score is not None
-        head.joined_score.fit(sources)
-        head.set_score("joined")
+        phi = torch.cat([head.features(model.hidden(part.x)) for part in held.parts()]) @ turn
+
+    def loss(noise: float) -> float:
+        error = held.y - phi @ (cross / (values + noise * ridge)[:, None])
+        error = error if head.noise_shape is None else head.noise_shape.whiten(error)
+        total = phi.square() @ (1 / (ridge + values / noise)) + noise
+        return float(held.weight @ (error.square() / total[:, None] + total.log()[:, None]).sum(1))
+
+    steps = math.ceil(_LEVELS_A_DECADE * max(0.0, -math.log10(least)))  # up to the variance of the targets
+    raise_noise(model, rows, min(np.geomspace(least, max(least, 1.0), 1 + steps).tolist(), key=loss))
+
+
+def raise_noise(model: SNGP, rows: Rows, noise: float) -> None:
+    """Let the noise of numbers be at least this, and solve for the output weights anew."""
+    head = model.head
+    if noise <= float(head.noise):
+        return
+    cross, penalty = _cross(model), noise * float(head.ridge) * torch.eye(head.weight.shape[1], dtype=torch.float64)
+    with evaluating(model):
+        head.weight.copy_(torch.linalg.solve(head.precision.data[0] + penalty, cross).T)
+        residuals = Residuals(head)
+        for part in rows.parts():
+            residuals.add(model.hidden(part.x), part.y, part.weight)
+    residuals.set_noise()
+    head.set_scalars(noise=noise)
+    model.fingerprint = Fingerprint(model.net)
+
+
+def _cross(model: SNGP) -> Tensor:
+    """Phi^T W y (D, K), which the output weights were solved with."""
+    head, gram = model.head, model.head.precision.data[0]
+    return gram @ head.weight.detach().T + float(head.noise) * float(head.ridge) * head.weight.detach().T
 
 
 def calibrate_on(model: SNGP, held: Rows, *, stopped: bool, seed: int) -> None:
-    """Calibrate on held-out rows; p-values compare with one row of each cluster.
+    """Calibrate on held-out rows; p-values compare with one row of each cluster, by the score that the model has.
 
     `stopped`: these rows have chosen when to stop, so that keeping a third of them apart would make no p-value
     stricter; all of them then choose, and all are the reference.
     """
     head, alone = model.head, held.merged().alone()
+    name, constants = head.score, head.chosen_score.state_dict()
+    own = None if constants else name
     comparable = len(alone) >= FEWEST_HELD_OUT
     rows = alone if comparable and not stopped else held
     batches = rows.batches()
@@ -67,7 +102,7 @@ def calibrate_on(model: SNGP, held: Rows, *, stopped: bool, seed: int) -> None:
     if LIKELIHOODS[head.likelihood].noisy:
         if float(head.noise) > LEAST_NOISE:
             part = _NEARLY_ALL if stopped else 2 / 3
-            calibrate(model, batches, weights=weights, fit_fraction=part, seed=seed, progress=False)
+            calibrate(model, batches, weights=weights, fit_fraction=part, score=own, seed=seed, progress=False)
     else:
         head.set_scalars(amplitude=1.0)
         variance = predict(model, rows.x).variance
@@ -76,10 +111,13 @@ def calibrate_on(model: SNGP, held: Rows, *, stopped: bool, seed: int) -> None:
         if stopped:
             head.set_scalars(amplitude=amplitude, logit_scale=math.sqrt(2))
         else:
-            calibrate(model, batches, weights=weights, amplitude=amplitude, seed=seed, progress=False)
+            calibrate(model, batches, weights=weights, amplitude=amplitude, score=own, seed=seed, progress=False)
+    if constants:  # which depend on nothing that was chosen here: all rows can be the reference
+        head.chosen_score.take(constants)
+        head.set_score(name)
     if not comparable:
         head.forget_reference()
-    elif stopped or not head.calibrated:
+    elif stopped or constants or not head.calibrated:
         head.set_reference(torch.cat([model.predict(part.x).score(head.score) for part in alone.parts()]))
 
 

@@ -103,7 +103,8 @@ def packed(model: SNGP) -> bytes:
             value = value[:0]  # it follows from the sums
         elif name.endswith("precision.data") and len(value):
             value = value[0][tuple(torch.tril_indices(*value.shape[1:]))]
-        if value.dtype == torch.float64 and bool((value.float().double() == value).all()):
+        known = ".chosen_score." not in name  # of which only the file knows the type
+        if known and value.dtype == torch.float64 and bool((value.float().double() == value).all()):
             value = value.float()
         tensors[name] = value.contiguous()
     return zlib.compress(save_tensors(tensors), level=1)
@@ -121,7 +122,7 @@ def unpacked(content: bytes, architecture: Mapping[str, Any]) -> SNGP:
             whole = torch.zeros(size, size, dtype=torch.float64)
             whole[tuple(torch.tril_indices(size, size))] = value.double()
             tensors[name] = (whole + whole.tril(-1).T)[None]
-        elif value.is_floating_point():
+        elif value.is_floating_point() and name in own:
             tensors[name] = value.to(own[name].dtype)
     model.load_state_dict(tensors)
     model.fingerprint = Fingerprint(model.net)

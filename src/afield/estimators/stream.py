@@ -3,7 +3,8 @@
 gaussian     B = (G + s^2 r I)^-1 Phi^T W y over all rows, old and new, exactly: Phi^T W y of the old ones is
              (G_old + s_old^2 r I) B_old, s_old^2 the noise that B_old was solved with
 categorical  the old posterior is the prior: min over B of sum_new -log p + 1/2 tr (B - B_old)^T A (B - B_old),
-             A = r I + q G_old, q the mean curvature that the softmax has on the new rows
+             A = max(r, 1) I + q G_old, q the mean curvature that the softmax has on the new rows. A smaller r is for
+             distances; here it would let a few rows bend what the old ones say little about (docs/scikit-learn.md)
 """
 
 import torch
@@ -18,6 +19,7 @@ from afield.model.posterior import downdate, update
 from afield.model.sngp_model import SNGP
 
 _MOST_STEPS = 200
+_LEAST_PRIOR = 1.0  # precision of a class's output weights
 
 
 def learn_keeping_reference(model: SNGP, rows: Rows, *, noise: float | None = None) -> None:
@@ -70,7 +72,7 @@ def _classify(model: SNGP, rows: Rows) -> None:
     update(model, rows.batches(), weights=rows.weight, progress=False)
     phi, target, weight = _features(model, rows), F.one_hot(rows.y, head.out_features).double(), rows.weight[:, None]
     curvature = (1 - (phi @ old).softmax(1).square().sum(1)).mean() / (head.out_features - 1)
-    prior = float(head.ridge) * torch.eye(len(gram), dtype=torch.float64) + curvature * gram
+    prior = max(float(head.ridge), _LEAST_PRIOR) * torch.eye(len(gram), dtype=torch.float64) + curvature * gram
     # A softmax has curvature of at most 1/2: steps through this matrix go down, whatever the start.
     lower = torch.linalg.cholesky(prior + 0.5 * (head.precision.data[0] - gram))
     new = old
