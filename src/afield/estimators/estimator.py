@@ -138,8 +138,8 @@ class SNGPEstimator(Fitted):
         """Train a new network; where a classifier is at its best at once, see whether a narrow one is better."""
         found = [self._train_one(architecture, rows, held)]
         loss = found[0][2].held_out
-        narrow = self.width is None and self.early_stopping and architecture["likelihood"] == "categorical"
-        if narrow and loss and int(np.argmin(loss)) < _AT_ONCE:
+        narrow = self.width is None and self.early_stopping
+        if narrow and LIKELIHOODS[architecture["likelihood"]].of_classes and loss and int(np.argmin(loss)) < _AT_ONCE:
             found.append(self._train_one(architecture | {"width": _NARROW}, rows, held))
         return min(found, key=lambda one: min(one[2].watched))
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from afield.gp.likelihoods import LIKELIHOODS
 from afield.methods.gp import finish_gp, gaussian_process, predict_gp
 from afield.methods.method import BackboneFactory, Method
 from afield.model.calibration import cut_in_two
@@ -63,7 +64,7 @@ def heteroscedastic(*, bounded: bool = True) -> Method[NoisyLogits]:
     plain = gaussian_process(bounded=bounded)
 
     def build(backbone: BackboneFactory, num_outputs: int, settings: Settings = Settings(), /) -> NoisyLogits:
-        if settings.likelihood != "categorical" or num_outputs < 2:
+        if num_outputs < 2 or LIKELIHOODS[settings.likelihood].num_classes(num_outputs) != num_outputs:
             raise ValueError(
                 f"het-sngp expects classes, got {settings.likelihood} targets and {num_outputs} outputs: for numbers "
                 'use afield.sngp(net, likelihood="gaussian", noise="input").'
