@@ -177,7 +177,7 @@ def test_the_last_token_is_the_networks_own_choice():
     ids[0, 2], ids[1, 5:] = 0, 0
     wrapped = LastToken(net)
     with torch.no_grad():
-        assert torch.equal(wrapped(ids).logits, net(ids).logits)
+        torch.testing.assert_close(wrapped(ids).logits, net(ids).logits)  # products of other sizes round otherwise
         without = network("GPT2", pad_token_id=None)
         batch = sentences([4, 7])
         expected = torch.cat([without(batch["input_ids"][:1, :4]).logits, without(batch["input_ids"][1:]).logits])
