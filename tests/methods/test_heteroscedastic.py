@@ -111,6 +111,7 @@ def noisy_labels() -> Task:
     )
 
 
+@pytest.mark.slow
 def test_it_learns_where_labels_are_noisy() -> None:
     task = noisy_labels()
     x, y = task.test.tensors  # type: ignore[attr-defined]

@@ -376,7 +376,7 @@ def test_settings_of_the_paper():
         assert (settings.optimizer, settings.schedule, settings.bound) == ("sgd", "steps", 6.0)
 
 
-@pytest.mark.parametrize("method", ["dnn", "sngp", "sngp-augmix"])
+@pytest.mark.parametrize("method", ["sngp", pytest.param("sngp-augmix", marks=pytest.mark.slow)])
 def test_short_training_from_end_to_end(method: str, own_cache: Path):
     data_file("images/cifar10_train20k.npz")
     task = CIFAR10(0, "smoke")
