@@ -321,7 +321,7 @@ def test_regression_run_has_no_classes(tmp_path: Path):
     assert finished.metrics["auroc/between"] == finished.metrics["auroc/between/variance"]
     grid = finished.prediction("grid")
     assert grid.likelihood == "gaussian"
-    assert grid.std.shape == (701, 1)
+    assert grid.std.shape == (1201, 1)
 
 
 # Ensembles
