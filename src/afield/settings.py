@@ -50,6 +50,10 @@ class Settings:
     """Dimensions that the hidden vector is projected to, at random, before; None: it is not."""
     length_scale: float | None = None
     """Of the kernel; None: from the first training batch."""
+    fraction: float | None = None
+    """Part of the median distance of hidden vectors that is their length scale; None: 1, and attached 0.5."""
+    constant: bool = False
+    """Whether each output of a Gaussian process has a constant beside its features."""
     variance_features: Literal["auto", "own", "same"] = "auto"
     """Random features of the variance: same as the mean's, own, or auto: own for classes."""
     ridge: float = 1.0
@@ -60,6 +64,8 @@ class Settings:
     """Of the logits of a Gaussian process; None: calibrated with the amplitude."""
     covariance: Literal["shared", "per_class"] = "shared"
     """One posterior for all outputs, or one for each."""
+    rank: int | None = None
+    """Of a low-rank posterior for each output; None: the exact one."""
     curvature: Literal["auto", "unit", "likelihood"] = "auto"
     """Weight of an example in the posterior; auto: unit for classes with a shared covariance."""
     momentum: float | None = None

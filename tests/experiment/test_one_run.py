@@ -321,7 +321,7 @@ def test_regression_run_has_no_classes(tmp_path: Path):
     assert finished.metrics["auroc/between"] == finished.metrics["auroc/between/variance"]
     grid = finished.prediction("grid")
     assert grid.likelihood == "gaussian"
-    assert grid.std.shape == (701, 1)
+    assert grid.std.shape == (1201, 1)
 
 
 # Ensembles
@@ -542,6 +542,17 @@ def test_a_plan_counts_the_work_of_resnet50_on_imagenet():
     assert 20 < sngp.memory < 40  # GB, for batches of 256
     for method in ("dnn-temperature", "deep-ensemble", "sngp-ensemble"):
         assert rows[method].trainings == rows[method].gpu_hours == 0
+
+
+@pytest.mark.slow
+def test_a_plan_needs_no_weights_of_bert(monkeypatch: pytest.MonkeyPatch):
+    """85 million weights multiply each of 32 tokens."""
+    pytest.importorskip("transformers")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    row, frozen = plan([Config.of("clinc", method, preset="paper") for method in ("sngp", "frozen-gp")])
+    assert (row.examples, row.steps, frozen.steps) == (15_000, 40 * math.ceil(15_000 / 256), 0)
+    for each, seen in ((row, 3 * 15_000 * 40 + 15_000 + 8500), (frozen, 15_000 + 8500)):
+        assert each.gpu_hours == pytest.approx(2 * 85e6 * 32 * seen / RATE / 3600, rel=0.05)
 
 
 def test_a_plan_takes_what_it_does_not_know_from_the_data():

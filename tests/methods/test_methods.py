@@ -1,6 +1,7 @@
 """Methods: the contract, over the registry, on a small two moons."""
 
 import dataclasses
+import inspect
 import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +22,8 @@ from afield.backbones.resffn import ResFFN
 from afield.bounds.spectral import bounds_of, operator_norm
 from afield.experiment.paper import METHOD_OF
 from afield.experiment.training import fit
+from afield.gp.features import RandomFeatures
+from afield.gp.head import GaussianProcessHead
 from afield.methods import METHODS, ensemble, frozen, gradient_penalty, isomax_plus, mc_dropout, with_temperature
 from afield.methods.dropout import SampledDropout
 from afield.methods.frozen import fit_linear
@@ -30,6 +33,7 @@ from afield.methods.mixture import AS_THEY_ARE, rescale, scales_of, set_scales
 from afield.prediction.average import average
 from afield.prediction.metrics import METRICS
 from afield.prediction.prediction import Prediction
+from afield.settings import Settings
 from afield.tasks import TASKS, Task
 
 
@@ -116,6 +120,16 @@ def test_seed_decides_the_model(name: str, task_of: Callable[[str], Task]):
     )
     torch.testing.assert_close(first, again, rtol=0, atol=0)
     assert torch.equal(first, other) == (name in ("gp-exact",))  # nothing random in it
+
+
+def test_every_option_of_the_head_is_a_setting():
+    options = {*inspect.signature(GaussianProcessHead).parameters, *inspect.signature(RandomFeatures).parameters}
+    of_no_setting = {"in_features", "out_features", "features", "mean", "generator", "grow"}  # of the model or its kind
+    of_no_setting |= {"noise"}  # run folders hold one number
+    assert options - of_no_setting <= {field.name for field in dataclasses.fields(Settings)}
+    given = Settings(covariance="per_class", rank=3, constant=True, fraction=0.7, projection=4, momentum=None)
+    head = METHODS["sngp"].build(partial(ResFFN, 2), 2, given).head
+    assert (head.precision.rank, head.constant.shape, head.random_features.fraction) == (3, (2,), 0.7)
 
 
 def test_the_papers_form_is_what_the_paper_says(two_moons: Task):

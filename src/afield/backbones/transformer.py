@@ -35,6 +35,7 @@ class TransformerEncoder(nn.Module):
 
     source   a folder, a hub name, or None for $AFIELD_ENCODER and, without it, the bundled MiniLM
     pad      the id that fills up short sentences; None: the encoder's own
+    body     a transformer of Hugging Face, in the place of a source
 
     Columns that are padding in the whole batch are cut off first, and in evaluation mode a large batch is encoded in
     parts of similar length: neither changes an answer, and most of the time goes with the padding. Dropout layers of
@@ -42,9 +43,9 @@ class TransformerEncoder(nn.Module):
     transformers, active in training and never sampled.
     """
 
-    def __init__(self, source: str | Path | None = None, *, pad: int | None = None) -> None:
+    def __init__(self, source: str | Path | None = None, *, pad: int | None = None, body: Any = None) -> None:
         super().__init__()
-        self.body = _load("AutoModel", source)
+        self.body = _load("AutoModel", source) if body is None else body
         if getattr(self.body, "pooler", None) is not None:
             self.body.pooler = None  # unused weights would be counted, decayed and saved
         self.pad = int(self.body.config.pad_token_id or 0) if pad is None else pad

@@ -91,8 +91,17 @@ class Config:
         return replace(self, method=_name_of(method.trained_as))
 
 
-_AT_LEAST_ONE = ("epochs", "batch_size", "num_random_features", "members", "projection")
-_POSITIVE = ("learning_rate", "head_learning_rate", "bound", "length_scale", "ridge", "amplitude", "logit_scale")
+_AT_LEAST_ONE = ("epochs", "batch_size", "num_random_features", "members", "projection", "rank")
+_POSITIVE = (
+    "learning_rate",
+    "head_learning_rate",
+    "bound",
+    "length_scale",
+    "ridge",
+    "amplitude",
+    "logit_scale",
+    "fraction",
+)
 _NOT_NEGATIVE = ("weight_decay", "head_weight_decay")
 _RATES = ("warmup", "word_dropout", "dropout", "momentum")
 _TYPES = get_type_hints(Settings)

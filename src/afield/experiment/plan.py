@@ -6,7 +6,8 @@
 A backward pass takes twice a forward pass. F and the activations are counted by running the backbone once on one
 example; the output layer is small beside it, but for the D x D precision, which is added. The rate is an assumption,
 20 TFLOP/s by default: what an A100 sustains on ResNet-50 in TF32. Decoding of pictures, augmentation and communication
-are not in it. Methods that share a training, and ensembles, whose members are other rows' runs, train nothing.
+are not in it. Methods that share a training, and ensembles, whose members are other rows' runs, train nothing. What
+no gradient steps train, such as a head on a frozen network, passes the data once.
 """
 
 import math
@@ -19,6 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from afield.experiment.config import Config
 from afield.experiment.many_runs import split_ensembles
+from afield.methods import METHODS
 from afield.tasks import TASKS
 from afield.tasks.task import Outline
 
@@ -70,8 +72,9 @@ def plan(configs: Sequence[Config], *, rate: float = RATE) -> list[Row]:
 
 def _row(task: str, method: str, config: Config, trainings: int, outline: Outline, work: Work, *, rate: float) -> Row:
     settings = config.settings
+    epochs = 0 if METHODS[method].loss is None else settings.epochs
     factor = 3 * (_PENALTY if method.startswith("duq") else 1.0)
-    seen = factor * outline.train * settings.epochs + outline.train + outline.evaluated
+    seen = factor * outline.train * epochs + outline.train + outline.evaluated
     copies = 4 if settings.optimizer.startswith("adam") else 3  # weights, gradients, one or two moments
     numbers = copies * work.parameters + settings.batch_size * work.activations
     precision = 3 * 8 * settings.num_random_features**2 if "gp" in method else 0
@@ -79,9 +82,9 @@ def _row(task: str, method: str, config: Config, trainings: int, outline: Outlin
         task,
         method,
         trainings,
-        settings.epochs,
+        epochs,
         outline.train,
-        settings.epochs * math.ceil(outline.train / settings.batch_size),
+        epochs * math.ceil(outline.train / settings.batch_size),
         trainings * work.operations * seen / rate / 3600,
         (_BYTES * numbers + precision) / 2**30,
     )

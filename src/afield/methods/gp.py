@@ -22,12 +22,14 @@ from afield.prediction.distance_scores import FITTED
 from afield.prediction.prediction import Prediction
 from afield.settings import Settings
 
-_OF_FEATURES = ("num_random_features", "kernel", "orthogonal", "geometry", "projection", "length_scale")
+_OF_FEATURES = ("num_random_features", "kernel", "orthogonal", "geometry", "projection", "length_scale", "fraction")
 _OF_HEAD = (
     *_OF_FEATURES,
     "likelihood",
     "ridge",
     "covariance",
+    "rank",
+    "constant",
     "curvature",
     "momentum",
     "variance_features",

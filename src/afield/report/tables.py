@@ -7,13 +7,14 @@ where less is, a number where nearest is best (interval coverage: 0.95), None wh
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean, median, stdev
 from typing import Any
 
 from afield.experiment import paper
 from afield.experiment.metric_name import MetricName
 
+MAX_PROBABILITY = "max_probability"  # the paper's score where a column of it names none
 Values = Mapping[str, Sequence[float]]
 """By column: one value a run."""
 
@@ -173,8 +174,10 @@ def find_in_paper(task: str, method: str, column: str) -> tuple[paper.Table, pap
     method, name, names = method.removesuffix("-paper"), MetricName.parse(column), [column]
     if name.data == "clean":  # the paper's tables leave out what is the only part
         names.append(name.metric)
+    if name.metric == "auroc" and name.score in ("", MAX_PROBABILITY):  # two names of one thing
+        names.append(str(replace(name, score="" if name.score else MAX_PROBABILITY)))
     tables = [table for table in paper.TABLES.values() if table.task == task]
-    found = ((table, table.cell(method, name)) for table in tables for name in names)
+    found = ((table, table.cell(method, name)) for name in names for table in tables)
     return next(((table, cell) for table, cell in found if cell is not None), None)
 
 

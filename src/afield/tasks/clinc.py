@@ -35,11 +35,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
-from afield.backbones.transformer import TransformerEncoder, encoder_source, tokenize
+from afield.backbones.transformer import MAX_LENGTH, TransformerEncoder, encoder_source, tokenize
 from afield.errors import DataDamaged
 from afield.settings import Settings
 from afield.tasks.data import find
-from afield.tasks.task import Recipe, Task, presets
+from afield.tasks.task import Outline, Recipe, Task, presets
 
 FILE = "clinc/data_full.json"
 BERT = "google-bert/bert-base-uncased"
@@ -131,6 +131,13 @@ def _sort_by_length(ids: Tensor, classes: Tensor, pad: int) -> TensorDataset:
     return TensorDataset(ids[order], classes[order])
 
 
+def _untrained_bert() -> TransformerEncoder:
+    """BERT-base in shape alone: what a training costs is known without its weights."""
+    from transformers import BertConfig, BertModel
+
+    return TransformerEncoder(body=BertModel(BertConfig()))
+
+
 def _parse(path: Path) -> dict[str, list[list[str]]]:
     with path.open(encoding="utf-8") as file:
         return json.load(file)
@@ -161,4 +168,5 @@ RECIPE = Recipe(
         # 20. The paper's 2 has no effect there: it would be a tenth of all distances.
         "*-paper": {"geometry": "layer", "length_scale": 20.0, "ridge": 15 / 1024},
     },
+    {"paper": Outline(15_000, 3000 + 4500 + 1000, torch.ones(1, MAX_LENGTH, dtype=torch.int64), _untrained_bert)},
 )

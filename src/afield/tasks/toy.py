@@ -25,7 +25,10 @@ Sampler = Callable[[int, torch.Generator], tuple[Tensor, Tensor]]
 
 
 def toy_regression(seed: int, preset: str) -> Task:
-    """y = sin(2 x) + noise 0.1 at inputs around -3 and 3; OOD: between the two modes, and beyond them."""
+    """y = sin(2 x) + noise 0.1 at inputs around -3 and 3; OOD: between the two modes, and beyond them.
+
+    It is drawn over [-12, 12], as in the paper.
+    """
     generator = torch.Generator().manual_seed(seed)
 
     def sample(count: int) -> TensorDataset:
@@ -43,7 +46,7 @@ def toy_regression(seed: int, preset: str) -> Task:
         ood={name: TensorDataset(x[:, None]) for name, x in ood.items()},
         num_outputs=1,
         backbone=partial(ResFFN, 1),
-        grid=_line(-7, 7, 701)[:, None],
+        grid=_line(-12, 12, 1201)[:, None],
     )
 
 
