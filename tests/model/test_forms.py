@@ -6,9 +6,10 @@ processes, files, exports, compilation, stacks.
 
 import copy
 import datetime
+import itertools
 import shutil
 import warnings
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,7 @@ def data(n: int = 300, number: int = 0) -> tuple[Tensor, Tensor]:
 
 def parts(*ends: int) -> list[tuple[Tensor, Tensor]]:
     x, y = data()
-    return [(x[a:b], y[a:b]) for a, b in zip(ends[:-1], ends[1:], strict=True)]
+    return [(x[a:b], y[a:b]) for a, b in itertools.pairwise(ends)]
 
 
 def plain(number: int = 0) -> nn.Module:
@@ -220,31 +221,42 @@ def test_two_processes_fit_the_posterior_of_one(form: str, covariance: str, two_
 # Out of the house -------------------------------------------------------------------------------------------------
 
 
-def check_tensors(found: dict[str, Tensor], model: afield.SNGP, x: Tensor) -> None:
+def inputs(model: afield.SNGP) -> Tensor:
+    """Rows that the network makes something of: others are one vector to it, and their scores are equal."""
+    x, _ = data(50, number=2)
+    return x[model.hidden(x).any(1)]
+
+
+def check_tensors(found: dict[str, Tensor], model: afield.SNGP, x: Tensor, tolerance: float) -> None:
+    """What a rounding does to a score may be a step of the p-value."""
     p = model.predict(x)
-    for name, value in {"probs": p.probs, "variance": p.variance, "score": p.score(), "p_value": p.p_value}.items():
-        torch.testing.assert_close(found[name].to(value), value, rtol=1e-5, atol=1e-7, msg=partial("{}: {}".format, name))
+    for name, value in {"probs": p.probs, "variance": p.variance, "score": p.score()}.items():
+        torch.testing.assert_close(found[name].to(value), value, rtol=tolerance, atol=tolerance)
+    step = 1.5 / (model.head.reference.numel() + 1)
+    torch.testing.assert_close(found["p_value"].to(p.p_value), p.p_value, rtol=0, atol=step)
 
 
 @pytest.mark.slow
 @each_form
 @pytest.mark.parametrize("format", ["torch-export", "onnx"])
 def test_exported(form: str, covariance: str, format: str, tmp_path: Path) -> None:
-    model, (x, _) = calibrated(form, covariance), data(50, number=2)
+    model = calibrated(form, covariance)
+    x = inputs(model)
     done = export(model, tmp_path / ("model.onnx" if format == "onnx" else "model.pt2"), x, format=format)
     if format == "onnx":
-        found = open_session(done.file.read_bytes(), ["input"])((x,))
+        found = open_session(done.file.read_bytes(), ["input"])((x.float(),))
     else:
-        found = torch.export.load(done.file).module()(x)
-    check_tensors(found, model, x)
+        found = torch.export.load(done.file).module()(x.float())
+    check_tensors(found, model, x, 1e-3)  # files are in single precision
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")
 @each_form
 def test_compiled(form: str, covariance: str) -> None:
-    model, (x, _) = calibrated(form, covariance), data(50, number=2)
+    model = calibrated(form, covariance)
+    x = inputs(model)
     found = torch.compile(model.predict, backend="inductor" if shutil.which("g++") else "aot_eager")(x)
     fields = {"probs": found.probs, "variance": found.variance, "score": found.score(), "p_value": found.p_value}
-    check_tensors(fields, model, x)
+    check_tensors(fields, model, x, 1e-6)
     torch._dynamo.reset()

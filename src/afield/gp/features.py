@@ -233,7 +233,8 @@ class RandomFeatures(ExactBuffers):
         if GEOMETRIES[self.geometry].standardized:
             if moments is None:
                 mapped = self.mapped(h)[self.counted(h)]
-                moments = (mapped.mean(0), mapped.std(0, correction=0)) if len(mapped) else (torch.zeros_like(shift),) * 2
+                mapped = mapped if len(mapped) else torch.zeros_like(shift)[None]
+                moments = mapped.mean(0), mapped.std(0, correction=0)
             shift, std = moments
             largest = torch.where(std.max() > 0, std.max(), 1.0)
             # A coordinate that never moves in-domain has the scale of the one that moves most, so that it still counts
