@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import afield
+from afield.gp.features import RandomFeatures
 from afield.gp.geometry import GEOMETRIES
 
 few = settings(deadline=None, max_examples=20)
@@ -79,3 +80,27 @@ def test_a_dense_mean_that_grows_without_end_is_unsure_along_every_ray():
     for direction in (normal(30, 3, number=3), x[:30]):
         probs = model.predict(1e9 * direction).probs
         torch.testing.assert_close(probs, torch.full_like(probs, 1 / 3), rtol=0, atol=0.02)
+
+
+@torch.no_grad()
+def test_vectors_of_zeros_do_not_hide_the_length_of_the_others():
+    """The logarithm of no length is a huge number: one dead row in a hundred made all lengths alike."""
+    torch.manual_seed(0)
+    head = afield.attach(nn.Linear(8, 3).double(), num_random_features=512, ridge=0.1)
+    h = normal(400, 8)
+    h[::100] = 0
+    afield.fit_posterior(head, [(h, torch.arange(400) % 3)])
+    features = head.head.features_of_variance
+    lengths = h[h.any(1)].norm(dim=1).log()
+    assert float(features.gain[-1]) == pytest.approx(1 / float(lengths.std(correction=0)))
+    assert float(features.shift[-1]) == pytest.approx(float(lengths.mean()))
+    far, prior = 1e6 * h[1:60], 1 / 0.1 * head.head.variance_phi(1e6 * h[1:60]).square().sum(1)
+    assert float((head.predict(far).variance / prior).min()) > 0.5
+    dead = head.predict(torch.zeros(1, 8).double()).variance  # the network has seen such vectors, and knows them
+    assert float(dead) < float(head.predict(h[1:60]).variance.median())
+    alone = RandomFeatures(8, geometry="direction_length", num_random_features=16).double()
+    alone.adapt(h)
+    torch.testing.assert_close(alone.gain, features.gain)
+    nothing = RandomFeatures(8, geometry="direction_length", num_random_features=16)
+    nothing.adapt(torch.zeros(5, 8))  # a network that is dead everywhere
+    assert bool(torch.isfinite(nothing(torch.eye(8))).all())

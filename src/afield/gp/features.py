@@ -232,7 +232,8 @@ class RandomFeatures(ExactBuffers):
         shift, gain, scale = self.shift, self.gain, float(self.length_scale)
         if GEOMETRIES[self.geometry].standardized:
             if moments is None:
-                mapped = self.mapped(h)
+                mapped = self.mapped(h)[self.counted(h)]
+                mapped = mapped if len(mapped) else torch.zeros_like(shift)[None]
                 moments = mapped.mean(0), mapped.std(0, correction=0)
             shift, std = moments
             largest = torch.where(std.max() > 0, std.max(), 1.0)
@@ -266,6 +267,10 @@ class RandomFeatures(ExactBuffers):
     def mapped(self, h: Tensor) -> Tensor:
         """The coordinates of h before they are standardised."""
         return GEOMETRIES[self.geometry].map(h)
+
+    def counted(self, h: Tensor) -> Tensor:
+        """Which vectors (N,) count in the moments: of directions, those that have one."""
+        return h.any(-1) if GEOMETRIES[self.geometry].bounded else torch.ones_like(h[:, 0], dtype=torch.bool)
 
     def _coordinates(self, h: Tensor, shift: Tensor, gain: Tensor) -> Tensor:
         z = self.mapped(h)

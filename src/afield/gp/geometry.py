@@ -8,7 +8,8 @@
     direction_length    u, and one coordinate more for log |h|
 
 The second, the fifth and the sixth are standardised by the moments of the training data: z = (map(h) - mean) / std,
-coordinate by coordinate.
+coordinate by coordinate. A vector of zeros has no direction, and counts in no moments of one: the log of its length, a
+huge number, would make all other lengths alike.
 
 Hidden vectors of trained networks differ in length, which grows with confidence, far more than in direction, which says
 what a thing is. Standardised distance mostly measures length. Direction alone is blind along a ray; with the log of the

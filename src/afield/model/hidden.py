@@ -198,9 +198,9 @@ def adapt(features: RandomFeatures, examples: Hidden) -> None:
     total, rows, step, kept = None, 0, 1, torch.zeros(0)
     for h, _, weight in examples:
         double = features.mapped(h.double())
-        count = h.shape[0] if weight is None else float(weight.sum())
-        weighted = double if weight is None else double * weight[:, None]
-        moments = torch.stack([double.new_full(double.shape[1:], count), weighted.sum(0), (weighted * double).sum(0)])
+        counts = features.counted(h).double() if weight is None else features.counted(h) * weight.double()
+        weighted = double * counts[:, None]
+        moments = torch.stack([counts.sum().expand(double.shape[1]), weighted.sum(0), (weighted * double).sum(0)])
         total = moments if total is None else total + moments
         # Every step-th row of all the data, so that a loader sorted by class shows all classes alike.
         new = h[-rows % step :: step] if weight is None else h[weight > 0][-rows % step :: step]
@@ -218,6 +218,7 @@ def adapt(features: RandomFeatures, examples: Hidden) -> None:
     if total is None:
         raise ValueError("The loader is empty: there is nothing to take the length scale from.")
     count, first, second = total
+    count = count.clamp_min(1e-300)  # where all vectors are zero
     mean = first / count
     std = (second / count - mean.square()).clamp_min(0).sqrt()
     features.adapt(kept, (mean, std))
