@@ -48,6 +48,18 @@ def test_numbers_of_any_size_have_coordinates(name, dtype):
     assert bool(torch.isfinite(zero).all())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("odd", [0.0, 1e-25, 1e25, math.inf, math.nan])
+def test_many_rows_have_the_coordinates_that_each_has_by_itself(dtype, odd):
+    """Squares are taken at once where that loses nothing; one odd row, and none are."""
+    h = torch.cat([normal(1500, 6).relu(), torch.full((1, 6), odd)]).to(dtype)
+    for name in ("unit", "direction_length"):
+        space = GEOMETRIES[name]
+        for rows in (h, h[:-1]):
+            parts = torch.cat([space.map(part) for part in rows.split(500)])
+            torch.testing.assert_close(space.map(rows), parts, equal_nan=True)
+
+
 def trained(kind: str, **options: object) -> tuple[afield.SNGP, Tensor]:
     """A network whose hidden vectors have a length that says nothing, with its posterior."""
     torch.manual_seed(0)

@@ -123,6 +123,20 @@ def test_the_default_score_of_positions_is_the_entropy_and_another_can_be_chosen
     assert torch.equal(model.predict(x).score(), model.predict(x).joined)
 
 
+def test_the_joined_score_of_positions_is_made_where_it_is_wanted(calibrated: afield.SNGP) -> None:
+    x, y = pictures()
+    usual, asked = calibrated.predict(x), calibrated.predict([(x, y)], joined=True)
+    assert usual.joined is None
+    with pytest.raises(ValueError, match=r"predict\(\.\.\., joined=True\)"):
+        usual.score("joined")
+    model = copy.deepcopy(calibrated)
+    model.head.set_score("joined")
+    assert torch.equal(asked.score("joined"), model.predict(x).joined)
+    for name in ("logits", "variance", "probs", "features", "p_value", "input_score", "input_p_value"):
+        assert torch.equal(getattr(usual, name), getattr(asked, name)), name
+    assert torch.equal(usual.features, calibrated.hidden(x).movedim(-1, 1))
+
+
 def test_calibration_notices_inputs_that_change(calibrated: afield.SNGP) -> None:
     class Augmented(TensorDataset):
         def __getitem__(self, index: int) -> tuple[Tensor, ...]:

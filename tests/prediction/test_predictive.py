@@ -74,6 +74,14 @@ def test_zero_variance_gives_the_plain_probabilities(number, k, per_class):
         assert torch.equal(mean_field(logits, zero), F.softmax(logits, -1))
 
 
+@pytest.mark.parametrize("k", [2, 5, 16, 17])
+def test_probabilities_of_many_rows_are_those_of_each(k):
+    logits = 5 * normal(3000, k)
+    logits[0, 0] = math.nan
+    each = torch.cat([F.softmax(rows, -1) for rows in logits.split(100)])
+    torch.testing.assert_close(to_probs(logits), each, equal_nan=True)
+
+
 @pytest.mark.parametrize("variance", [1e12, math.inf])
 @pytest.mark.parametrize("k", [1, 2, 7])
 def test_huge_variance_gives_the_uniform_distribution(k, variance):

@@ -198,11 +198,12 @@ class RandomFeatures(ExactBuffers):
             wide = torch.promote_types(dtype, torch.float32)
             h = h.to(wide)
             shift, gain, length_scale, radius = self._learned() if self.adapted else self._first_batch(h)
-            z = self._coordinates(h, shift.to(wide), gain.to(wide))
             large = torch.finfo(dtype).max ** 0.75 if limited else math.inf
-            scaled = z / length_scale
-            if not GEOMETRIES[self.geometry].bounded:
-                scaled = scaled.clamp(-large, large) + 0 * z  # what is infinite itself becomes NaN
+            if GEOMETRIES[self.geometry].bounded and self.shift.numel():
+                scaled = self._coordinates(h, shift.to(wide), gain.to(wide) / length_scale)
+            else:
+                z = self._coordinates(h, shift.to(wide), gain.to(wide))
+                scaled = (z / length_scale).clamp(-large, large) + 0 * z  # what is infinite itself becomes NaN
             phase = F.linear(scaled, self.weight.to(wide), self.phase.to(wide))
             factor: float | Tensor = math.sqrt(2 / self.num_random_features)
             if self.grow:
@@ -275,7 +276,7 @@ class RandomFeatures(ExactBuffers):
     def _coordinates(self, h: Tensor, shift: Tensor, gain: Tensor) -> Tensor:
         z = self.mapped(h)
         if GEOMETRIES[self.geometry].standardized:
-            z = (z - shift) * gain
+            z = (z - shift).mul_(gain)
         return z if self.projector is None else z @ self.projector.to(z.dtype)
 
     @property

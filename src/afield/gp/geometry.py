@@ -25,9 +25,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from afield.bounds.weight_cache import plain_evaluation
 from afield.registry import Registry
 
 _SHORTEST = 1e-30  # of vectors, whose log is taken: a vector of zeros is far away
+_SMALLEST = 1e-12  # and with its inverse the lengths of vectors whose squares lose nothing
+_MANY = 1024  # rows, for which a look at their lengths pays
 
 
 @dataclass(frozen=True)
@@ -53,15 +56,19 @@ def _unit(h: Tensor) -> Tensor:
 
 
 def _direction_length(h: Tensor) -> Tensor:
-    direction, largest, length = _polar(h)
-    return torch.cat([direction, largest.log() + length.log()], dim=-1)
+    direction, log_length = _polar(h)
+    return torch.cat([direction, log_length], dim=-1)
 
 
-def _polar(h: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """h / |h|, and two factors of |h|; a vector of zeros has no direction and is short."""
+def _polar(h: Tensor) -> tuple[Tensor, Tensor]:
+    """h / |h|, and log |h|; a vector of zeros has no direction and is short."""
+    if len(h) >= _MANY and h.is_cpu and not torch.compiler.is_compiling() and plain_evaluation():
+        length = torch.linalg.vector_norm(h, dim=-1, keepdim=True)
+        if float(length.amin()) > _SMALLEST and float(length.amax()) < 1 / _SMALLEST:
+            return h / length, length.log()
     divided, largest = _divided(h)
     length = torch.linalg.vector_norm(divided, dim=-1, keepdim=True).clamp_min(0.5)  # 1 or more, but for zeros
-    return divided / length, largest, length
+    return divided / length, largest.log() + length.log()
 
 
 def _divided(h: Tensor) -> tuple[Tensor, Tensor]:

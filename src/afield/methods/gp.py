@@ -81,4 +81,5 @@ def finish_gp(model: SNGP, train: Iterable[Any], val: Iterable[Any], settings: S
 
 def predict_gp(model: SNGP, x: Any) -> Prediction:
     device = device_of(model) or torch.device("cpu")
-    return model.predict(x, generator=torch.Generator(device).manual_seed(0))  # of Monte Carlo, where it is asked for
+    generator = torch.Generator(device).manual_seed(0)  # of Monte Carlo, where it is asked for
+    return model.predict(x, generator=generator, joined=True)  # for its column in the tables

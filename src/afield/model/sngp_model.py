@@ -118,6 +118,7 @@ class SNGP(nn.Module):
         num_samples: int = 100,
         generator: torch.Generator | None = None,
         gradients: bool = False,
+        joined: bool = False,
         **kwargs: Any,
     ) -> Prediction:
         """One pass in evaluation mode, without gradients, leaving the model as it was.
@@ -127,6 +128,8 @@ class SNGP(nn.Module):
 
         gradients  follow the pass, so that score, variance and probabilities can be differentiated with respect to the
                    inputs that require it: x.requires_grad_(); p.score().sum().backward(); x.grad
+        joined     at positions, such as pixels, make the joined score also where p-values rest on another, which is the
+                   default there; elsewhere it is always made
         """
         if gradients and not any(isinstance(v, Tensor) and v.requires_grad for v in (*args, *kwargs.values())):
             raise ValueError(
@@ -136,7 +139,7 @@ class SNGP(nn.Module):
         options: dict[str, Any] = {"predictive": predictive, "num_samples": num_samples, "generator": generator}
         if len(args) == 1 and not isinstance(args[0], Tensor):
             if is_loader(args[0]):
-                return self._predict_all(args[0], options, **kwargs)
+                return self._predict_all(args[0], options | {"joined": joined}, **kwargs)
             if isinstance(args[0], Mapping):
                 args, kwargs, _ = split_batch({**args[0], **kwargs}, device_of(self), net=self.net)
         with evaluating(self, gradients=gradients), kept_weights(self.net):
@@ -144,7 +147,7 @@ class SNGP(nn.Module):
             if h.dim() <= 2:
                 prediction = self.head.predict(h, **options)
             else:
-                prediction = predict_positions(self.head, h, mask_of(kwargs, h.shape[:-1]), **options)
+                prediction = predict_positions(self.head, h, mask_of(kwargs, h.shape[:-1]), joined=joined, **options)
         if self.fingerprint is None or torch.compiler.is_compiling() or self.fingerprint.still_holds(self.net):
             return prediction
         warnings.warn(f"{CHANGED} The variance is of other weights, and p-values are off. {REFIT}", StaleWarning, 2)

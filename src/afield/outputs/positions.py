@@ -13,6 +13,7 @@ removes the very positions that were added.
 
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,9 +24,10 @@ from afield.prediction.p_values import conformal_p_value
 from afield.prediction.positions import from_rows, input_score, unflatten
 from afield.prediction.prediction import Prediction
 
-BLOCK = 4096  # rows that the head predicts at a time
+BLOCK = 8192  # rows that the head predicts at a time
 OBSERVED, CALIBRATED = 256, 64  # positions of an input that are used unless another number is given; docs/outputs.md
 IGNORED = -100
+JOINED = "joined"
 _MASK = "attention_mask"
 
 
@@ -40,15 +42,21 @@ class ChannelsFirst(nn.Module):
         return self.head(x.movedim(1, -1)).movedim(-1, 1)
 
 
-def predict_positions(head: GaussianProcessHead, h: Tensor, mask: Tensor | None = None, **options: Any) -> Prediction:
+def predict_positions(
+    head: GaussianProcessHead, h: Tensor, mask: Tensor | None = None, *, joined: bool = False, **options: Any
+) -> Prediction:
     """The prediction for hidden vectors (N, *P, d): logits (N, K, *P), and where calibrated, what is said of inputs.
 
     mask     (N, *P): the positions that are no padding, or None
+    joined   make the joined score although p-values rest on another
     options  of `GaussianProcessHead.predict`
     """
     head, shape = head.snapshot(), tuple(h.shape[:-1])
-    parts = [head.predict(rows, **options) for rows in h.flatten(0, -2).split(BLOCK)]
-    rows = Prediction.cat(parts)
+    if head.score != JOINED and not joined:
+        head.joined_score = None  # of the snapshot: it would take as long as the features
+    flat = h.flatten(0, -2)
+    parts = [replace(head.predict(rows, **options), features=None) for rows in flat.split(BLOCK)]
+    rows = replace(Prediction.cat(parts), features=flat)
     of_inputs: dict[str, Any] = {"mask": mask}
     if head.calibrated and len(head.input_reference):
         of_inputs |= fields_of_inputs(head, unflatten(rows.score(), shape), mask)

@@ -104,7 +104,8 @@ def variance(prediction: Prediction) -> Tensor:
 
 def joined(prediction: Prediction) -> Tensor:
     """The joined score, which a calibrated model computes with its prediction."""
-    return _need(prediction, "joined")
+    asked = " At positions it is made by predict(..., joined=True)." if prediction.p_value is not None else ""
+    return _need(prediction, "joined", asked)
 
 
 def mutual_information(prediction: Prediction) -> Tensor:
@@ -149,8 +150,8 @@ def _entropy(probs: Tensor) -> Tensor:
     return torch.special.entr(probs).sum(-1)
 
 
-def _need(prediction: Prediction, field: str) -> Tensor:
+def _need(prediction: Prediction, field: str, advice: str = "") -> Tensor:
     value = getattr(prediction, field)
     if value is None:
-        raise ValueError(f"This score needs {field}, which the prediction lacks. Use another score or method.")
+        raise ValueError(f"This score needs {field}, which the prediction lacks. Use another score or method.{advice}")
     return value
