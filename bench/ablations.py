@@ -1,7 +1,7 @@
 """What the paper says of single choices, each as a small sweep: one thing changes, all else stays.
 
     python -m bench.ablations                               all of them on digits and Fashion-MNIST, and the toys
-    python -m bench.ablations bound --tasks digits          one of them on one task
+    python -m bench.ablations bound --tasks cifar10         one of them on one task
     python -m bench.ablations --seeds 3 --plan              what would be trained, and nothing else
 
 Runs what results/ablations.jsonl lacks, one after the other, then fills docs/ablations.md. Where a choice is about the
@@ -233,12 +233,12 @@ def run(key: Key, trainings: Trainings) -> dict[str, Any]:
 
 
 def plan(names: list[str], tasks: list[str], seeds: int) -> list[Key]:
-    """All lines that are asked for, those of one training together."""
+    """All lines that are asked for, those of one training together. Tasks of images may stand for each other."""
+    kinds = {name: tuple(SECONDS.keys() - TOYS if ABLATIONS[name].tasks == TASK_NAMES else TOYS) for name in names}
     keys = [
         Key(name, task, choice, seed)
         for name in names
-        for task in ABLATIONS[name].tasks
-        if not tasks or task in tasks
+        for task in (sorted({*tasks} & {*kinds[name]}) if tasks else ABLATIONS[name].tasks)
         for seed in range(seeds)
         for choice in ABLATIONS[name].choices
     ]
