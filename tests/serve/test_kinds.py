@@ -16,6 +16,7 @@ import torch
 
 import afield
 from tests.serve.conftest import columns, fitted, running
+from tests.serve.test_service import wait_for
 
 pytestmark = pytest.mark.slow
 
@@ -42,12 +43,14 @@ def post(url: str, body: Any) -> Any:
     raise AssertionError("no answer")
 
 
-def test_an_onnx_export_is_served_without_torch(tmp_path: Path):
+@pytest.mark.parametrize("path", ["clouds.onnx", "clouds/1/model.onnx"])
+def test_an_onnx_export_is_served_without_torch(path: str, tmp_path: Path):
     pytest.importorskip("onnxscript")
     model, x = fitted(), torch.randn(8, 2)
-    file = tmp_path / "clouds.onnx"
+    file = tmp_path / path
+    file.parent.mkdir(parents=True, exist_ok=True)
     done = afield.export.export(model, file, x, labels=["a", "b", "c"])
-    process, url = start([str(file)], tmp_path / "log")
+    process, url = start([str(tmp_path / path.partition("/")[0])], tmp_path / "log")
     try:
         body = {"inputs": [{"name": "input", "shape": [8, 2], "datatype": "FP32", "data": x.tolist()}]}
         found, p = columns(post(f"{url}v2/models/clouds/infer", body)), model.predict(x)
@@ -84,6 +87,26 @@ def test_kill_9_leaves_a_watch_that_goes_on(tmp_path: Path):
     assert rows == [8, 16]
 
 
+@pytest.mark.parametrize("task", ["two-moons", "toy-regression"])
+def test_a_dense_run_is_described_as_it_answers(task: str, tmp_path: Path):
+    from afield.experiment.config import Config
+    from afield.experiment.many_runs import run_all
+    from afield.serve.server import sources_of
+
+    (run,) = run_all([Config.of(task, "dnn", epochs=1)], tmp_path, jobs=1)
+    with running(sources_of([f"m={run.folder}"])) as client:
+        (listed,) = client("GET", "/v2/models")[1]["models"]
+        about = client("GET", "/v2/models/m")[1]
+        assert listed == about
+        answer = client.infer(torch.zeros(2, about["inputs"][0]["shape"][1]), id="x")[1]
+        assert [o["name"] for o in answer["outputs"]] == [o["name"] for o in about["outputs"]]
+        if "label" in columns(answer):
+            version = client.service.models.find("m")
+            wait_for(lambda: version.monitor.recent)
+            told = {"id": "x", "labels": columns(answer)["label"]}
+            assert client("POST", "/v2/models/m/labels", told)[1]["right"] == 2
+
+
 def test_texts_are_answered_as_the_classifier_answers_them(tmp_path: Path):
     transformers = pytest.importorskip("transformers")
     from afield.integrations.huggingface import TextClassifier, attach, save_pretrained
@@ -114,6 +137,8 @@ def test_texts_are_answered_as_the_classifier_answers_them(tmp_path: Path):
         found = columns(answer)
         assert found["label"] == [row["label"] for row in expected]
         assert found["p_value"] == pytest.approx([row["p_value"] for row in expected], abs=1e-5)
+        entry["shape"] = [3, 1]  # as MLServer's clients send texts
+        assert columns(client("POST", "/v2/models/texts/infer", {"inputs": [entry]})[1])["label"] == found["label"]
         plain = client("POST", "/invocations", {"inputs": texts})[1]["predictions"]
         assert [row["label"] for row in plain] == found["label"]
         assert client("POST", "/invocations", {"inputs": [1, 2]})[0] == 400

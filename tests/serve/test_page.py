@@ -83,6 +83,7 @@ def test_the_page_in_a_browser(browser: Any, client: Client, tmp_path: Path):
     assert any(label in answer for label in LABELS)
     assert "p-value" in answer
     wait_for(lambda: len(browser.find_elements("css selector", "#answer .nearest li")) == 5)
+    assert "ringing" not in browser.find_element("id", "alarm").get_attribute("class")
     assert "I don't know" in try_rows(browser, "70, -90")
     wait_for(lambda: "Features that make it far" in text(browser, "answer"))
     assert browser.find_elements("css selector", "#answer td.no")
@@ -92,7 +93,6 @@ def test_the_page_in_a_browser(browser: Any, client: Client, tmp_path: Path):
     wait_for(lambda: "refused" in text(browser, "recent"))
     first = "return document.querySelectorAll('#recent tr')[1].className"
     assert "refused" in browser.execute_script(first)  # refused ones come first
-    assert "ringing" not in browser.find_element("id", "alarm").get_attribute("class")
     table = tmp_path / "rows.csv"
     table.write_text("a,b\n0.5,0.5\n-0.3,0.1\n")
     browser.find_element("id", "file").send_keys(str(table))

@@ -1,5 +1,6 @@
 """The service over real sockets: answers are those of the model, every bad request gets an error, and it lives."""
 
+import contextlib
 import dataclasses
 import json
 import re
@@ -141,6 +142,7 @@ def tensor(**changes: Any) -> dict[str, Any]:
         (tensor(shape=[2], data=[1, 2]), r"must have shape \[-1, 2\]"),
         (tensor(shape=[1, 3], data=[1, 2, 3]), r"must have shape \[-1, 2\], got \[1, 3\]"),
         (tensor(data=[[1, 2], [3]]), "lists of equal lengths"),
+        (tensor(shape=[3, 2], data=[[1, 2, 3], [4, 5, 6]]), r"nested as \[2, 3\]"),
         (tensor(data=["1", "2"]), "must be FP32"),
         (tensor(data=[None, 1]), "must be FP32"),
         (tensor(data=[True, False]), "must be FP32"),
@@ -207,22 +209,60 @@ def test_slow_clients_and_half_requests_are_let_go(model: afield.SNGP, monkeypat
     monkeypatch.setattr(Protocol, "patience", 0.1)
     engine = open_sngp(model)
     with running([Source("m", lambda path: engine)], limits=Limits(read_seconds=0.1)) as client:
-        slow, half, silent = (socket.create_connection(("127.0.0.1", client.port), timeout=10) for _ in range(3))
+        slow, half, silent, second = (
+            socket.create_connection(("127.0.0.1", client.port), timeout=10) for _ in range(4)
+        )
         slow.sendall(b"POST /v2/models/m/infer HTTP/1.1\r\nHost: a\r\nContent-Length: 100\r\n\r\n{")
         half.sendall(b"POST /v2/models/m/in")
+        second.sendall(b"GET /ping HTTP/1.1\r\nHost: a\r\n\r\n")
+        assert b"200 OK" in second.recv(1000)
+        second.sendall(b"POST /v2/models/m/in")
         assert b"408" in slow.recv(1000)
-        assert half.recv(1000) == silent.recv(1000) == b""
-        for raw in (slow, half, silent):
+        assert half.recv(1000) == silent.recv(1000) == second.recv(1000) == b""
+        for raw in (slow, half, silent, second):
             raw.close()
         assert client.infer([[0.0, 0.0]])[0] == 200
 
 
+def test_who_does_not_read_the_answer_is_let_go(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(Protocol, "patience", 0.2)
+    wide = dataclasses.replace(slow_engine(0), run=lambda arrays: {"score": np.zeros(1), "wide": np.zeros((1, 2**21))})
+    with running([Source("m", lambda path: wide)]) as client:
+        body = json.dumps(tensor()).encode()
+        with socket.create_connection(("127.0.0.1", client.port), timeout=10) as deaf:
+            deaf.sendall(
+                b"POST /v2/models/m/infer HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n" % len(body) + body
+            )
+            wait_for(lambda: client.server.server_state.connections)
+            wait_for(lambda: not client.server.server_state.connections)
+        assert client("GET", "/ping")[0] == 200
+
+
+def test_many_large_bodies_at_a_time_are_too_many(model: afield.SNGP, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("afield.serve.infer._MOST_BODIES", 2)
+    engine = open_sngp(model)
+    with running([Source("m", lambda path: engine)], limits=Limits(max_bytes=1000)) as client:
+        waiting = [socket.create_connection(("127.0.0.1", client.port), timeout=10) for _ in range(3)]
+        for number, raw in enumerate(waiting, 1):
+            raw.sendall(b"POST /v2/models/m/infer HTTP/1.1\r\nHost: a\r\nContent-Length: 1000\r\n\r\n" + b" " * 900)
+            wait_for(lambda number=number: client.service.held == 900 * min(number, 2))
+        assert b"503" in waiting[-1].recv(1000)
+        for raw in waiting:
+            raw.close()
+        wait_for(lambda: client.service.held == 0)
+        assert client.infer([[0.0, 0.0]])[0] == 200
+
+
 def test_garbage_on_the_socket_harms_nobody(client: Client):
-    for garbage in (b"\0\1\2\3\r\n\r\n", b"GET\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n", b"A" * 100_000):
-        with socket.create_connection(("127.0.0.1", client.port), timeout=10) as raw:
+    endless = b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * 100_000
+    for garbage in (b"\0\1\2\3\r\n\r\n", b"GET\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n", b"A" * 100_000, endless):
+        address = ("127.0.0.1", client.port)
+        with socket.create_connection(address, timeout=10) as raw, contextlib.suppress(ConnectionError):
             raw.sendall(garbage)
             raw.shutdown(socket.SHUT_WR)
-            raw.recv(1000)
+            head, _, body = raw.recv(1000).partition(b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.1 400")
+            assert set(json.loads(body)) == {"error"}
     assert client.infer([[0.0, 0.0]])[0] == 200
 
 
@@ -297,6 +337,17 @@ def test_what_was_taken_is_answered_before_the_end():
         client.server.should_exit = True
         caller.join()
         assert found == [200]
+
+
+def test_what_is_on_its_way_at_the_end_is_answered():
+    with running([Source("m", lambda path: slow_engine(0))]) as client, contextlib.closing(socket.socket()) as raw:
+        raw.settimeout(10)
+        raw.connect(("127.0.0.1", client.port))
+        wait_for(lambda: client.server.server_state.connections)
+        client.server.should_exit = True
+        wait_for(lambda: not client.server.servers[0].is_serving())
+        raw.sendall(b"GET /ping HTTP/1.1\r\nHost: a\r\n\r\n")
+        assert b"200 OK" in raw.recv(1000)
 
 
 def test_a_token_is_asked_for(model: afield.SNGP):
@@ -414,12 +465,57 @@ def test_a_folder_is_reloaded_and_every_answer_belongs_to_one_version(model: afi
         assert [values.pop() for values in seen.values()] == pytest.approx(expected, abs=1e-3)
 
 
+def test_the_same_weights_saved_with_another_policy_are_another_version(model: afield.SNGP, tmp_path: Path, nets: str):
+    def put(alpha: float) -> Path:
+        rule = dataclasses.asdict(afield.policy(false_alarms=alpha))
+        return afield.save(model, tmp_path / "m", metadata={"labels": LABELS, "policy": rule})
+
+    def ask() -> tuple[str, str]:
+        about = client("GET", "/v2/models/m")[1]["parameters"]
+        return about["version"], about["policy"]["guarantee"]
+
+    folder = put(0.05)
+    with running(sources_of([str(folder)], [nets])) as client:
+        first = ask()
+        put(0.2)
+        client.service.models._load(client.service.models.sources[0])
+        assert ask()[0] != first[0]
+        assert "At most 0.2" in ask()[1]
+
+
+def test_a_folder_with_an_onnx_file_is_reloaded(tmp_path: Path):
+    (tmp_path / "m" / "1").mkdir(parents=True)
+    file = tmp_path / "m" / "1" / "model.onnx"
+    file.write_bytes(b"a")
+    source = Source("m", lambda path: slow_engine(0, (path / "model.onnx").read_text()), tmp_path / "m")
+    with running([source]) as client:
+        assert client("GET", "/v2/models/m")[1]["parameters"]["identity"] == "a"
+        file.write_bytes(b"b")
+        client.service.models._load(source)
+        assert client("GET", "/v2/models/m")[1]["parameters"]["identity"] == "b"
+
+
+def test_what_is_written_while_it_is_read_is_read_again(tmp_path: Path):
+    file = tmp_path / "afield.json"
+    file.write_text("1")
+
+    def read(path: Path) -> Engine:
+        found = file.read_text()
+        if found == "1":
+            file.write_text("later")
+        return slow_engine(0, found)
+
+    with running([Source("m", read, tmp_path)]) as client:
+        assert client("GET", "/v2/models/m")[1]["parameters"]["identity"] == "later"
+
+
 def test_numbered_folders_are_versions(model: afield.SNGP, tmp_path: Path, nets: str):
     other = fitted(seed=1)
     for number, each in (("2", model), ("10", other)):
         afield.save(each, tmp_path / "m" / number)
     with running(sources_of([f"name={tmp_path / 'm'}"], [f"name={nets}"])) as client:
         assert client("GET", "/v2/models/name")[1]["versions"] == ["2", "10"]
+        assert client("GET", "/v2/models")[1]["models"][0]["versions"] == ["2", "10"]
         assert client.infer([[0.0, 0.0]], "name")[1]["model_version"] == "10"
         status, answer = client.infer([[0.0, 0.0]], "name/versions/2")
         assert (status, answer["model_version"]) == (200, "2")

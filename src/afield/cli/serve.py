@@ -57,7 +57,8 @@ class Serve:
 
         if not self.models:
             raise ValueError("afield serve expects at least one model: a folder, a run or an ONNX file.")
-        if server.only_onnx(list(self.models)) and "torch" in sys.modules:  # begin again, without it
+        sources = server.sources_of(list(self.models), list(self.net), alpha=self.alpha)
+        if server.only_onnx(sources) and "torch" in sys.modules:  # begin again, without it
             os.execv(sys.executable, [sys.executable, "-m", __name__, *sys.argv[sys.argv.index("serve") + 1 :]])
         token = os.environ.get("AFIELD_TOKEN") if self.token_file is None else self.token_file.read_text().strip()
         if token == "":
@@ -76,7 +77,6 @@ class Serve:
             max_wait_ms=self.max_wait_ms,
             max_queue=self.max_queue,
         )
-        sources = server.sources_of(list(self.models), list(self.net), alpha=self.alpha)
         server.serve(sources, options, log_level=self.log_level)
 
 

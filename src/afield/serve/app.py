@@ -67,7 +67,7 @@ class Service:
         **batching: Any,
     ) -> None:
         self.models, self.metrics, self.limits, self.token = models, metrics, limits or Limits(), token
-        self.reading = 0  # requests whose body is on its way
+        self.reading = self.held = 0  # requests whose body is on its way; bytes of these bodies
         self.ready = True
         self.batcher = Batcher(threads, expected=lambda: self.reading, on_batch=metrics.batch.observe, **batching)
         metrics.queue.set_function(lambda: self.batcher.rows)
@@ -116,10 +116,12 @@ class Service:
         return _json({"ready": self.ready}, 200 if self.ready else 503)
 
     async def list_models(self, request: Request) -> Response:
-        return _json({"models": [_describe(self.models.find(name)) for name in self.models.current]})
+        current = self.models.current
+        return _json({"models": [_describe(list(of.values())[-1], list(of)) for of in current.values()]})
 
     async def metadata(self, request: Request) -> Response:
-        return _json(_describe(self._version(request), list(self.models.current[request.path_params["model"]])))
+        versions = self.models.current.get(request.path_params["model"], {})
+        return _json(_describe(self._version(request), list(versions)))
 
     async def model_ready(self, request: Request) -> Response:
         version = self._version(request)
@@ -239,12 +241,11 @@ class _Frame:
         return hmac.compare_digest(headers.get(b"authorization", b""), b"Bearer " + token.encode())
 
 
-def _describe(version: Version | None, versions: list[str] | None = None) -> dict[str, Any]:
-    assert version is not None
+def _describe(version: Version, versions: list[str]) -> dict[str, Any]:
     engine = version.engine
     return {
         "name": version.model,
-        "versions": versions or [version.name],
+        "versions": versions,
         "platform": engine.platform,
         "inputs": [spec.describe() for spec in engine.inputs],
         "outputs": [spec.describe() for spec in engine.outputs],

@@ -12,6 +12,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from afield.serve import protocol
+from afield.serve.batching import Busy
 from afield.serve.engine import Arrays, BadInput
 from afield.serve.models import Version
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from afield.serve.app import Service
 
 ROUTE = "/v2/models/{model}/infer"
+_MOST_BODIES = 32  # of the largest size, that may be read at a time
 PATH = re.compile(r"/v2/models/([^/]+)(?:/versions/([^/]+))?/infer")
 
 
@@ -44,7 +46,7 @@ async def read_body(service: "Service", headers: dict[bytes, bytes], receive: Re
     declared = headers.get(b"content-length", b"0")
     if declared.isdigit() and int(declared) > limits.max_bytes:
         raise too_large
-    parts, size, more = list[bytes](), 0, True
+    parts, more, size = list[bytes](), True, 0
     service.reading += 1
     try:
         async with asyncio.timeout(limits.read_seconds):
@@ -54,12 +56,16 @@ async def read_body(service: "Service", headers: dict[bytes, bytes], receive: Re
                     raise ClientDisconnect
                 parts.append(message.get("body", b""))
                 size, more = size + len(parts[-1]), message.get("more_body", False)
+                service.held += len(parts[-1])
                 if size > limits.max_bytes:
                     raise too_large
+                if service.held > _MOST_BODIES * limits.max_bytes:
+                    raise Busy("Many large bodies are being read: try again.")
     except TimeoutError as error:
         raise HTTPException(408, f"The body took more than {limits.read_seconds:g} s.") from error
     finally:
         service.reading -= 1
+        service.held -= size
     return b"".join(parts)
 
 

@@ -20,7 +20,7 @@ from afield.serve.logs import LOGGER, log
 from afield.serve.metrics import Metrics
 from afield.serve.monitor import Monitor
 
-_FILES = ("afield.json", "config.json", "metrics.json", "model.safetensors")
+_FILES = ("afield.json", "config.json", "metrics.json", "model.safetensors", "model.onnx")
 
 
 @dataclass(frozen=True)
@@ -113,28 +113,29 @@ class Models:
         """Open what is new, and publish it if anything has changed."""
         before = dict(self.current.get(source.name, {}))
         after: dict[str, Version] = {}
-        for name, path in source.versions().items():
-            known = next((v for v in before.values() if v.stamp is not None and v.stamp == (name, _stamp(path))), None)
-            if source.path is None and before:
-                known = next(iter(before.values()))
-            try:
+        try:
+            for name, path in source.versions().items():
+                known = next((v for v in before.values() if v.stamp == (name, _stamp(path))), None)
+                if source.path is None and before:
+                    known = next(iter(before.values()))
                 version = known or self._open(source, name, path, before)
-            except Exception as error:
-                if strict:
-                    raise
-                if str(error) != self._failures.get(source.name):  # once, not every second
-                    LOGGER.error("reload failed", extra={"fields": {"model": source.name, "error": str(error)[:500]}})
-                self._failures[source.name] = str(error)
-                return
-            self._failures.pop(source.name, None)
-            after[version.name] = version
+                after[version.name] = version
+        except Exception as error:
+            if strict:
+                raise
+            if str(error) != self._failures.get(source.name):  # once, not every second
+                LOGGER.error("reload failed", extra={"fields": {"model": source.name, "error": str(error)[:500]}})
+            self._failures[source.name] = str(error)
+            return
+        self._failures.pop(source.name, None)
         if after and (list(after) != list(before) or any(before[k] is not v for k, v in after.items())):
             self._publish(source.name, before, after)
 
     def _open(self, source: Source, name: str | None, path: Path, before: Mapping[str, Version]) -> Version:
-        stamp = (name, _stamp(path))
-        engine = source.open(path)
-        label = name or engine.identity[:12]
+        files: Any = None
+        while files != (now := _stamp(path)):  # what is written anew while it is read is read again
+            files, engine = now, source.open(path)
+        stamp, label = (name, files), name or engine.identity[:12]
         if label in before and before[label].engine.identity == engine.identity:  # the same model, saved again
             return Version(source.name, label, before[label].engine, before[label].monitor, stamp)
         state = None if self.state is None else self.state / source.name / f"{label}-{engine.identity[:12]}"

@@ -1,5 +1,6 @@
 """Models of torch as engines: folders of `afield.save`, run folders, estimators, Hugging Face models with texts."""
 
+import hashlib
 import inspect
 import threading
 from collections.abc import Callable, Mapping
@@ -15,7 +16,7 @@ from afield.decide.policies import Policy
 from afield.deploy.traced import chosen_alpha
 from afield.experiment.model_folder import is_saved, open_model
 from afield.gp.likelihoods import LIKELIHOODS
-from afield.model.saving import read_index, read_neighbours
+from afield.model.saving import INDEX, read_index, read_neighbours
 from afield.model.sngp_model import SNGP
 from afield.prediction.positions import refuse_positions
 from afield.prediction.prediction import Prediction, likelihood_of
@@ -30,8 +31,9 @@ def open_folder(folder: Path, net: str | None = None, *, alpha: float | None = N
     if not is_saved(folder):
         opened = open_model(folder, net)
         spec = _input_spec(opened.model, opened.dtype, opened.shape)
-        return _engine(opened.model, _plain(opened.predict, spec, opened.dtype), spec, opened.identity, opened.labels,
-                       alpha=alpha)  # fmt: skip
+        engine = _engine(opened.model, _plain(opened.predict, spec, opened.dtype), spec, opened.identity, opened.labels,
+                         alpha=alpha)  # fmt: skip
+        return engine if isinstance(opened.model, SNGP) else _as_it_answers(engine, opened.example)
     metadata = read_index(folder)["metadata"]
     if net is None and (folder / "config.json").is_file():
         return _open_huggingface(folder, metadata, alpha)
@@ -43,10 +45,17 @@ def open_folder(folder: Path, net: str | None = None, *, alpha: float | None = N
         opened = open_model(folder, net)
     shape = opened.shape or metadata.get("input_shape")
     spec = _input_spec(opened.model, opened.dtype, None if shape is None else tuple(shape))
-    engine = _engine(opened.model, _plain(opened.predict, spec, opened.dtype), spec, opened.identity, opened.labels,
+    engine = _engine(opened.model, _plain(opened.predict, spec, opened.dtype), spec, _identity(folder), opened.labels,
                      alpha=alpha, policy=metadata.get("policy"))  # fmt: skip
     engine = replace(engine, features=tuple(map(str, metadata.get("columns") or ())))
     return _with_neighbours(engine, folder, opened.model, lambda a: torch.from_numpy(a[spec.name]).to(opened.dtype))
+
+
+def _as_it_answers(engine: Engine, example: Any) -> Engine:
+    """The engine of a model without a head to ask, with the columns and classes of an answer of its own."""
+    answers = engine.run({engine.inputs[0].name: example[:1].numpy()})
+    num_classes = answers["probabilities"].shape[1] if "probabilities" in answers else 0
+    return replace(engine, columns=tuple(answers), num_classes=num_classes)
 
 
 def open_estimator(estimator: Any, *, alpha: float | None = None) -> Engine:
@@ -77,7 +86,7 @@ def open_sngp(
 def _open_huggingface(folder: Path, metadata: Mapping[str, Any], alpha: float | None) -> Engine:
     from afield.integrations.huggingface import TextClassifier, from_pretrained, labels_of
 
-    identity = str(read_index(folder)["tensors"]["sha256"])
+    identity = _identity(folder)
     if not (folder / "tokenizer_config.json").is_file():  # images, perhaps
         model = from_pretrained(folder).eval()
         spec = _input_spec(model, torch.float32, metadata.get("input_shape"))
@@ -100,6 +109,12 @@ def _open_huggingface(folder: Path, metadata: Mapping[str, Any], alpha: float | 
     engine = _engine(classifier.model, predict_texts, spec, identity, tuple(labels_of(classifier.model)), alpha=alpha,
                      policy=metadata.get("policy"))  # fmt: skip
     return _with_neighbours(engine, folder, classifier.model, tokenize, decode=decode)
+
+
+def _identity(folder: Path) -> str:
+    """A hash of all that answers hang on: the index, with hashes of tensors, policy and labels; and a config."""
+    files = [file for file in (folder / INDEX, folder / "config.json") if file.is_file()]
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
 def _with_neighbours(
@@ -132,7 +147,7 @@ def _engine(
         raise ValueError(
             "The service answers with one class a row, and this model has several labels: use model.predict."
         )
-    count = -1 if head is None else likelihood.num_classes(head.out_features) if likelihood.of_classes else 0
+    count = likelihood.num_classes(head.out_features) if head is not None and likelihood.of_classes else 0
     columns = ["label", "probabilities"] if likelihood.of_classes else ["mean", "std"]
     columns += ["variance"] * (head is not None) + ["score"] + ["p_value", "accepted"] * calibrated
 

@@ -118,7 +118,12 @@ def _tensor(tensor: Mapping[str, Any], spec: TensorSpec) -> np.ndarray:
     known = math.prod(size for size in shape if size != -1)
     if (array.size != known) if -1 not in shape else (not known or array.size % known):
         raise BadInput(f"The shape of {spec.name!r} is {shape}, and its data has {array.size} elements.")
-    return array.reshape(shape) if spec.datatype == TEXT else _to_spec(array.reshape(shape), spec)
+    shaped = array.reshape(shape)
+    if spec.datatype == TEXT:  # many clients send a column of texts
+        return shaped.reshape(-1) if shaped.ndim == 2 and shaped.shape[1] == 1 else shaped
+    if array.ndim > 1 and array.shape != shaped.shape:
+        raise BadInput(f"The shape of {spec.name!r} is {shape}, and its data is nested as {list(array.shape)}.")
+    return _to_spec(shaped, spec)
 
 
 def _to_spec(array: np.ndarray, spec: TensorSpec) -> np.ndarray:

@@ -1,5 +1,6 @@
 """From paths to a running service: open models, bind, answer; when told to stop, answer what was taken, then stop."""
 
+import asyncio
 import functools
 import os
 import signal
@@ -20,7 +21,7 @@ try:
 except ImportError as error:
     raise ImportError(f'{error}. The service needs an extra: pip install "afield[serve]".') from error
 
-from afield.serve import logs
+from afield.serve import logs, protocol
 from afield.serve.engine import Engine
 from afield.serve.open_onnx import open_onnx
 
@@ -65,18 +66,22 @@ def sources_of(models: list[str], nets: list[str] | None = None, *, alpha: float
 
 def open_path(path: Path, net: str | None = None, *, alpha: float | None = None) -> Engine:
     """The engine of an ONNX file, or of a folder; a folder that holds nothing but model.onnx counts as the file."""
-    if path.suffix == ".onnx":
-        return open_onnx(path)
-    if (path / "model.onnx").is_file() and not any((path / name).exists() for name in ("afield.json", "config.json")):
-        return open_onnx(path / "model.onnx")
+    if is_onnx(path):
+        return open_onnx(path if path.suffix == ".onnx" else path / "model.onnx")
     from afield.serve.open_torch import open_folder  # here: ONNX files are served without torch
 
     return open_folder(path, net, alpha=alpha)
 
 
-def only_onnx(models: list[str]) -> bool:
+def is_onnx(path: Path) -> bool:
+    """Whether this is an ONNX file, or a folder with nothing else to open."""
+    other = any((path / name).exists() for name in ("afield.json", "config.json"))
+    return path.suffix == ".onnx" or ((path / "model.onnx").is_file() and not other)
+
+
+def only_onnx(sources: list[Source]) -> bool:
     """Whether all of these are ONNX files, so that torch is not needed."""
-    return all(entry.endswith(".onnx") for entry in models)
+    return all(is_onnx(path) for source in sources for path in source.versions().values())
 
 
 def make_service(sources: list[Source], options: Options) -> Service:
@@ -101,25 +106,77 @@ def make_service(sources: list[Source], options: Options) -> Service:
 
 
 class Protocol(HttpToolsProtocol):
-    """A connection that says nothing, or only half a request, is closed after a while."""
+    """A client that is silent, sends half of a request or endless headers, or does not read, is let go after a while.
+
+    patience   seconds for a whole request to come, and for an answer that is too long for the socket to be read
+    most_head  bytes of a request line and its headers
+    linger     seconds in which, when the service ends, what is on its way through an open connection is still taken
+    """
 
     patience = 15.0
+    most_head = 64 * 2**10
+    linger = 0.2
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        self._impatient = self.loop.call_later(self.patience, self._give_up)
+        self._unread: asyncio.TimerHandle | None = None
+        self._begin()
+
+    def data_received(self, data: bytes) -> None:
+        if self._head is not None:
+            self._head += len(data)
+        super().data_received(data)
+        if self._head is not None and self._head > self.most_head and not self.transport.is_closing():
+            self.send_400_response(f"The headers have more than {self.most_head} bytes.")
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._impatient.cancel()
+        self._begin()
 
     def on_headers_complete(self) -> None:
-        self._impatient.cancel()
+        self._head = None
         super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        self._impatient.cancel()
+        super().on_message_complete()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._unread = self.loop.call_later(self.patience, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._unread is not None:
+            self._unread.cancel()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._impatient.cancel()
+        if self._unread is not None:
+            self._unread.cancel()
         super().connection_lost(exc)
 
+    def shutdown(self) -> None:
+        self.loop.call_later(self.linger, super().shutdown)
+
+    def send_400_response(self, msg: str) -> None:
+        """As the protocol has it, for what is no HTTP."""
+        content = protocol.dump({"error": msg})
+        head = f"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\ncontent-length: {len(content)}\r\n"
+        self.transport.write(head.encode() + b"connection: close\r\n\r\n" + content)
+        self.transport.close()
+
+    def _begin(self) -> None:
+        """Wait for a request."""
+        self._head: int | None = 0
+        self._impatient = self.loop.call_later(self.patience, self._give_up)
+
     def _give_up(self) -> None:
-        if self.transport is not None and not self.transport.is_closing():
-            self.transport.close()
+        if self.cycle is None or self.cycle.response_complete:
+            self.transport.abort()
+        else:  # an answer is due, and the limits of the application hold
+            self._impatient = self.loop.call_later(self.patience, self._give_up)
 
 
 def make_server(service: Service) -> uvicorn.Server:
@@ -127,6 +184,7 @@ def make_server(service: Service) -> uvicorn.Server:
     config = uvicorn.Config(
         service.app(),
         http=Protocol,
+        ws="none",
         lifespan="on",
         log_config=None,
         access_log=False,
