@@ -184,6 +184,7 @@ def test_a_forward_that_takes_anything_does_not_tell() -> None:
         ((X, Y), {"inputs": "x"}, "The batch has no field 'x': it has 2 fields, 0 to 1"),
         (Pair(X, Y), {"inputs": "z"}, "no field 'z': it has 2 fields, 0 to 1, or 'x', 'y'"),
         ({"x": X, "labels": Y}, {"target": "y"}, "The batch has no field 'y': its fields are 'x', 'labels'"),
+        ({"x": X, "y": Y}, {}, r"fields 'x', 'y' of the batch are not what .* forward takes: \(x.*inputs='x', target="),
         (X, {"inputs": 0}, "choose fields of a batch, got a batch that is one tensor"),
     ],
 )

@@ -204,6 +204,26 @@ def test_a_logit_scale_that_is_none_is_refused(value: float):
         afield.calibrate(gaussian, [(normal(50, 4), normal(50, 1))], logit_scale=1.0)
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"amplitude": 1e300}, "amplitude must lie between 1e-12 and 1e12, got 1e\\+300"),
+        ({"amplitude": 1e-300}, "amplitude must lie between 1e-12 and 1e12, got 1e-300"),
+        ({"logit_scale": 1e300}, "logit_scale must lie between 1e-12 and 1e12"),
+        ({"fit_fraction": 0.001}, "fit_fraction=0.001 leaves 1 of 60 examples .*use 0.033 or more"),
+        ({"weights": torch.zeros(60)}, "examples of some weight, got zeros alone"),
+    ],
+)
+def test_extreme_options_of_calibrate_are_refused(options: dict[str, Any], message: str):
+    with pytest.raises(ValueError, match=message):
+        afield.calibrate(overconfident(), [held_out(60)], **options)
+    model = overconfident()
+    with pytest.raises(ValueError, match="logit_scale must lie between"):
+        model.head.set_scalars(logit_scale=1e-300)
+    with pytest.raises(ValueError, match="weights of all examples are zero"):
+        afield.fit_posterior(afield.attach(dense()), [held_out(60)], weights=torch.zeros(60))
+
+
 def test_far_away_a_calibrated_gaussian_process_knows_nothing():
     model = afield.sngp(dense(), num_random_features=256, generator=seed(), length_scale=2.0)
     afield.fit_head(model, [held_out(1500)])

@@ -66,3 +66,31 @@ def test_what_is_no_number_is_not_made_one(convert: Any, bad: float) -> None:
     x[3, 1] = bad
     assert bool(model.predict(x).probs[3].isnan().all())
     assert not bool(model.predict(x).probs[:3].isnan().any())
+
+
+@pytest.mark.parametrize("likelihood", OUTPUTS)
+def test_where_numbers_overflow_within_the_network_the_answer_is_unsure(likelihood: str) -> None:
+    """A layer norm squares its input: of finite inputs it makes NaN."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, OUTPUTS[likelihood]))
+    model = afield.attach(net, likelihood=likelihood, num_random_features=32)
+    x = torch.randn(60, 4)
+    y = (x[:, 0] > 0).float()
+    afield.fit_posterior(model, [(x, y)])
+    afield.calibrate(model, [(x, y)])
+    given = torch.cat([x, 1e22 * x[:5], torch.full((1, 4), math.nan)])
+    assert bool(net(given)[60:65].isnan().all())
+    for predictive in ("mean_field", "monte_carlo"):
+        p = model.predict(given, predictive=predictive)
+        far, bad = p[60:65], p[65]
+        assert bool((far.variance == math.inf).all())
+        assert bool((far.p_value == p.smallest_p_value).all())
+        assert not bool(far.score().isnan().any())
+        assert bool(bad.variance.isnan().all())
+        if far.probs is not None:
+            assert torch.allclose(far.probs, torch.full_like(far.probs, 1 / far.probs.shape[1]), atol=0.25)
+            assert bool(bad.probs.isnan().all())
+        usual = model.predict(x)
+        assert torch.allclose(p[:60].variance, usual.variance)
+        one = model.predict(given[60:61], predictive=predictive)
+        assert bool(one.p_value == p.smallest_p_value)

@@ -165,6 +165,12 @@ TABLE: list[tuple[str, Callable[[], Any], type[Exception], str]] = [
         TypeError,
         "A batch must be a tensor.* got <class 'str'>",
     ),
+    (
+        "a batch and not its input",
+        lambda: table().predict((inputs(), y)),
+        TypeError,
+        r"cannot take 2 tensors in one list\. .*predict\(\[\(x, y\)\]\)",
+    ),
     # Targets
     (
         "labels from 1",

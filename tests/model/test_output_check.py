@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -57,6 +58,7 @@ ALLOWED: dict[str, Callable[[Tensor], Any]] = {
     "mapping": lambda f: {"loss": f.sum(), "logits": f},
     "dataclass": lambda f: Output(f),
     "object": lambda f: Plain(f),
+    "object of other names": lambda f: SimpleNamespace(out=f),
     "nested": lambda f: ({"answers": [f.softmax(-1)]}, None),
     "half": lambda f: f.half(),
     "bfloat16 probabilities": lambda f: f.bfloat16().softmax(-1),
@@ -156,6 +158,48 @@ def test_two_output_layers_have_to_be_told_apart(convert: Callable[..., afield.S
     for name in ("coarse", "fine"):
         model = convert(Two(after), output=name, example=x, **SMALL)
         assert afield.fit_posterior(model, [(x, y)]) == len(x)
+
+
+class Rival(nn.Module):
+    """Its last Linear layer is returned as it is; what could be the logits as well is no output of a layer."""
+
+    def __init__(self, change: Callable[[Tensor, Tensor], Any]) -> None:
+        super().__init__()
+        self.hidden, self.main, self.last, self.change = nn.Linear(3, 8), nn.Linear(8, 4), nn.Linear(8, 4), change
+
+    def forward(self, x: Tensor) -> Any:
+        h = torch.relu(self.hidden(x))
+        return self.change(self.main(h), self.last(h))
+
+
+@pytest.mark.parametrize("convert", CONVERT)
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda main, last: (main + torch.tensor([0.0, 3.0, 0.0, 0.0]), last),
+        lambda main, last: {"logits": F.layer_norm(main, (4,)), "auxiliary": last},
+        lambda main, last: {"logits": last + torch.tensor([0.0, 3.0, 0.0, 0.0]), "raw": last},
+    ],
+    ids=["two heads, one with a bias", "two heads, one with a norm", "logits before and after a bias"],
+)
+def test_a_second_tensor_of_the_logits_shape_has_to_be_told_apart(change: Any, convert: Any) -> None:
+    x, y = batch()
+    message = r"logits of 'last' and another tensor of their shape \(40, 4\), .*output='last', or .*'main', 'last'"
+    with pytest.raises(WrongOutput, match=message):
+        convert(Rival(change), example=x, **SMALL)
+    with pytest.raises(WrongOutput, match=message):
+        afield.fit_posterior(convert(Rival(change), **SMALL), [(x, y)])
+    assert afield.fit_posterior(convert(Rival(change), output="last", **SMALL), [(x, y)]) == len(x)
+
+
+@pytest.mark.parametrize("convert", CONVERT)
+def test_a_network_that_reads_its_output_layer_is_told_to_call_it(convert: Callable[..., afield.SNGP]) -> None:
+    class Functional(Body):
+        def forward(self, x: Tensor) -> Tensor:
+            return F.linear(torch.relu(self.hidden(x)), self.fc.weight, self.fc.bias)
+
+    with pytest.raises(WrongOutput, match=r"reads '(weight|bias)' of its output layer 'fc', .*let forward call the"):
+        convert(Functional(lambda f: f), example=batch()[0], **SMALL)
 
 
 def test_a_network_that_returns_its_hidden_vectors_too_has_one_output() -> None:

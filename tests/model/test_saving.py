@@ -539,12 +539,14 @@ def test_a_loader_starts_again_when_the_model_is_replaced_under_its_hands(tmp_pa
     identical(two, afield.load(tmp_path, mlp()), torch.randn(5, 3))
 
 
-def test_what_killed_savers_left_is_swept_and_what_is_young_stays(tmp_path):
+def test_what_killed_savers_left_is_swept_and_what_may_have_a_writer_stays(tmp_path):
+    """Savers hold a lock, so that the temporary file of another one, however young, has lost its writer."""
     afield.save(small(), tmp_path)
     names = {
         "old temporary": f".{INDEX}.0123456789abcdef.tmp",
         "old tensors": "model-0123456789abcdef.safetensors",
         "young temporary": ".model-0000000000000000.safetensors.fedcba9876543210.tmp",
+        "young, of others": ".drift.json.fedcba9876543210.tmp",
         "young tensors": "model-fedcba9876543210.safetensors",
         "not ours": "model-final.safetensors",
     }
@@ -554,7 +556,7 @@ def test_what_killed_savers_left_is_swept_and_what_is_young_stays(tmp_path):
             os.utime(tmp_path / name, (1e9, 1e9))
     afield.save(small(), tmp_path)
     assert {kind for kind, name in names.items() if (tmp_path / name).exists()} == {
-        *("young temporary", "young tensors", "not ours")
+        *("young, of others", "young tensors", "not ours")
     }
 
 

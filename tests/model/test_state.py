@@ -82,7 +82,32 @@ def change_the_object(model: afield.SNGP) -> None:
     layer.bias = nn.Parameter(layer.bias.detach() + 0.1)
 
 
-CHANGES = [change_by_training, change_by_loading, change_in_place, change_the_object, lambda m: m.half().float()]
+def change_by_a_fused_step(model: afield.SNGP) -> None:
+    """Fused optimizers count up no versions."""
+    model.requires_grad_(True)
+    x, y = data(0)
+    F.cross_entropy(model(x), y).backward()
+    torch.optim.SGD(model.parameters(), lr=0.1, fused=True).step()
+
+
+def change_to_an_average(model: afield.SNGP) -> None:
+    """As averages of weights are swapped in: writes through `.data` count up no versions either."""
+    for p in model.parameters():
+        p.data.copy_(0.99 * p.data + 0.001)
+
+
+def change_through_numpy(model: afield.SNGP) -> None:
+    model.net[0].bias.detach().numpy()[...] += 0.1
+
+
+def change_a_module(model: afield.SNGP) -> None:
+    model.net[0] = nn.Linear(*reversed(model.net[0].weight.shape))
+
+
+CHANGES = [
+    *(change_by_a_fused_step, change_to_an_average, change_through_numpy, change_a_module),
+    *(change_by_training, change_by_loading, change_in_place, change_the_object, lambda m: m.half().float()),
+]
 
 
 @pytest.mark.parametrize("make", ["sngp", "attach"])
@@ -164,9 +189,12 @@ def test_a_tensor_that_comes_or_goes_is_a_change(layer: nn.Module) -> None:
 def test_merge_takes_copies_of_one_model_only() -> None:
     model = fitted()
     other = copy.deepcopy(model)
-    assert merge(model, other) == 2 * N
     with pytest.raises(ValueError, match="with itself"):
         merge(model, model)
+    with pytest.raises(ValueError, match=f"posteriors of the same examples: .* over {N} examples are equal"):
+        merge(model, other)
+    afield.fit_posterior(other, [data(1)], adapts=False)
+    assert merge(model, other) == 2 * N
     with torch.no_grad():
         next(other.net.parameters()).mul_(1.01)
     afield.fit_posterior(other, [data(0)], adapts=False)

@@ -66,7 +66,7 @@ class HeadState(ExactBuffers):
     def register_state(self, ridge: float, amplitude: float) -> None:
         """Make the buffers and locks."""
         for name, value in (("ridge", ridge), ("amplitude", amplitude)):
-            _check_range(name, value)
+            check_range(name, value)
         for name, value in zip(SCALARS, (ridge, amplitude, 1.0, 1.0), strict=True):
             self.register_buffer(name, torch.tensor(value, dtype=torch.float64))
         # The mean squared error on the training data, 0 where it is not known; for calibration.
@@ -218,8 +218,8 @@ class HeadState(ExactBuffers):
         for name, value in values.items():
             if name not in SCALARS or not 0 < value < math.inf:
                 raise ValueError(f"set_scalars takes positive {', '.join(SCALARS)}, got {name}={value}.")
-            if name in ("ridge", "amplitude"):
-                _check_range(name, value)
+            if name != "noise":  # which has the unit of the targets, squared
+                check_range(name, value)
         with self._publishing:
             for name, value in values.items():
                 setattr(self, name, torch.full_like(getattr(self, name), value))
@@ -241,7 +241,7 @@ class HeadState(ExactBuffers):
             self.set_score(bytes(self.score_name.tolist()).decode())
 
 
-def _check_range(name: str, value: float) -> None:
+def check_range(name: str, value: float) -> None:
     """Beyond a million million the digits of a variance are gone, though no number is infinite yet."""
     if not 0 < value < math.inf:
         raise ValueError(f"{name} must be positive and finite, got {value}.")

@@ -105,7 +105,13 @@ def _of_mapping(
     targets = _TARGETS if target is None else (target, *_TARGETS)
     found = next((batch[name] for name in targets if name in batch), None)
     if inputs is None:
-        return (), {k: v for k, v in batch.items() if k not in targets}, found
+        rest = {k: v for k, v in batch.items() if k not in targets}
+        if net is not None and not _takes(net, rest):
+            raise ValueError(
+                f"The fields {', '.join(map(repr, rest))} of the batch are not what the network's forward takes: "
+                f"{_signature(net)}. Say which is which by key: inputs={next(iter(rest))!r}, target=..."
+            )
+        return (), rest, found
     chosen: dict[Any, Any] = {key: batch[key] for key in _listed(inputs)}
     if net is None or _takes(net, chosen):
         return (), chosen, found

@@ -16,7 +16,6 @@ then compare with a half of the data, other scores' with a third.
 """
 
 import dataclasses
-import math
 import warnings
 from collections import Counter
 from collections.abc import Iterable
@@ -37,6 +36,7 @@ from afield.gp.calibration_objective import (
     with_scale,
 )
 from afield.gp.head import GaussianProcessHead
+from afield.gp.head_state import check_range
 from afield.gp.likelihoods import LIKELIHOODS
 from afield.model.batches import Field, Inputs, split_batch
 from afield.model.evaluating import evaluating
@@ -187,8 +187,8 @@ def _check_options(
         raise NotFitted("The posterior is not fitted: call afield.fit_posterior(model, train_loader) before calibrate.")
     likelihood = LIKELIHOODS[head.likelihood]
     for name, value in (("amplitude", amplitude), ("logit_scale", logit_scale)):
-        if value is not None and not 0 < value < math.inf:
-            raise ValueError(f"{name} must be positive and finite, got {value}.")
+        if value is not None:
+            check_range(name, value)
     if logit_scale is not None and not likelihood.of_classes:
         raise ValueError(f"logit_scale is of classes, got a {head.likelihood} head: leave it out.")
     if fit_fraction is not None and not 0 < fit_fraction < 1:
@@ -232,6 +232,8 @@ def _read(examples: Hidden, head: GaussianProcessHead, num_positions: int) -> tu
     if (count := hidden.shape[0] // draws) < _FEWEST:
         raise ValueError(f"calibrate expects at least {_FEWEST} held-out examples, got {count}.")
     weight = None if examples.weights is None else torch.cat(of_examples)
+    if weight is not None and not bool(weight.any()):
+        raise ValueError("calibrate expects examples of some weight, got zeros alone.")
     return _HeldOut(hidden, y, weight, draws), other_kind(head, given)
 
 
@@ -253,6 +255,11 @@ def _cut(head: GaussianProcessHead, held_out: _HeldOut, fit_fraction: float | No
     # Parameters may decide the predicted class, by which the reference is then cut.
     of_parameters = fit_fraction or (fraction if per_class else FIT_FRACTION)
     fit = cut_in_two(count, of_parameters, seed)[0].to(device)
+    if len(fit) < 2:
+        raise ValueError(
+            f"fit_fraction={of_parameters} leaves {len(fit)} of {count} examples to choose the parameters by, which "
+            f"takes at least two: use {2 / count:.2g} or more."
+        )
     fit, first, reference = (_rows_of(part, held_out.draws) for part in (fit, first, rest))
     return _Cut(fit, first, reference, rest)
 

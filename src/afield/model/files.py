@@ -57,17 +57,24 @@ def write_file(path: Path, content: bytes | Callable[[IO[bytes]], Any]) -> None:
     _flush_folder(path.parent)
 
 
+def is_temporary(name: str) -> bool:
+    """Whether this is a name that `write_file` gives to what is not finished."""
+    return _TEMPORARY.fullmatch(name) is not None
+
+
 def sweep_temporary(folder: Path, now: float) -> None:
     """Delete the temporary files of writers that were killed; `now` is by the clock of the file system."""
-    sweep(folder, now, lambda name: _TEMPORARY.fullmatch(name) is not None)
+    sweep(folder, now, is_temporary)
 
 
-def sweep(folder: Path, now: float, chosen: Callable[[str], bool], keep: Collection[str] = ()) -> None:
-    """Delete the files of these names that nobody has written to for ten minutes."""
+def sweep(
+    folder: Path, now: float, chosen: Callable[[str], bool], keep: Collection[str] = (), age: float = _STALE_SECONDS
+) -> None:
+    """Delete the files of these names that nobody has written to for so many seconds; ten minutes by default."""
     for file in folder.iterdir():
         if file.name not in keep and chosen(file.name):
             with contextlib.suppress(OSError):  # another process was first
-                if now - file.stat().st_mtime > _STALE_SECONDS:
+                if now - file.stat().st_mtime > age:
                     file.unlink()
 
 

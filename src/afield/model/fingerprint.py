@@ -3,7 +3,8 @@
 The posterior belongs to one network: more training, other weights or half precision make it a posterior of something
 else. The fingerprint is a hash of all parameters and buffers that decide hidden vectors, features and mean. It is taken
 when the posterior is fitted. Whatever changes or hands on the posterior compares it in full; a prediction looks only at
-the tensors' versions and addresses, and hashes again where these have changed.
+the modules, the tensors' versions and addresses, and on the CPU at a few bytes of each, because fused optimizers and
+writes through `.data` count up no versions. It hashes again where these have changed.
 """
 
 import hashlib
@@ -41,6 +42,7 @@ _SUMS = (
     "noise_shape",
 )  # of the head: fitting fills them
 _VERSION = attrgetter("_version")
+_LOOKED_AT = 64  # bytes of a tensor that every prediction looks at
 _COUNTERS = ("num_steps", "num_binding", "num_batches_tracked")  # which change nothing
 
 
@@ -65,7 +67,7 @@ class Fingerprint:
 
     def still_holds(self, net: nn.Module, *, thorough: bool = False) -> bool:
         """Whether the network is the one that was hashed; `thorough`: by its content, whatever its versions say."""
-        if thorough or self._seen is None or not self._seen.is_same():
+        if thorough or self._seen is None or not self._seen.is_same(net):
             self._seen, self._changed = _Look(net), digest(net) != self.digest
         return not self._changed
 
@@ -117,12 +119,20 @@ def _parent(net: nn.Module, name: str) -> nn.Module:
 
 
 class _Look:
-    """Where the tensors are, their versions and addresses. Loops run in C: it is compared at every prediction."""
+    """The modules, where the tensors are, their versions and addresses, and a few of their bytes.
 
-    __slots__ = ("_addresses", "_members", "_owners", "_places", "_tensors", "_versioned", "_versions")
+    Loops run in C: it is compared at every prediction.
+    """
+
+    __slots__ = (
+        *("_addresses", "_bytes", "_children", "_members", "_modules", "_net", "_owners", "_places", "_tensors"),
+        *("_versioned", "_versions", "_views"),
+    )
 
     def __init__(self, net: nn.Module) -> None:
         entries = list(_entries(net))
+        self._net, self._children = net, [m._modules for m in net.modules() if m._modules]
+        self._modules = list(chain.from_iterable(map(dict.values, self._children)))
         apart = [e for e in entries if e.among_others]
         self._places = [e.owner for e in apart], [e.key for e in apart], [e.tensor for e in apart]
         self._owners = list({id(e.owner): e.owner for e in entries if not e.among_others}.values())
@@ -131,13 +141,31 @@ class _Look:
         self._versioned = [tensor for tensor in self._tensors if not tensor.is_inference()]  # which have no version
         self._versions = list(map(_VERSION, self._versioned))
         self._addresses = list(map(Tensor.data_ptr, self._tensors))
+        self._views = list(chain.from_iterable(map(_view, self._tensors)))
+        self._bytes = b"".join(self._views)
 
-    def is_same(self) -> bool:
+    def is_same(self, net: nn.Module) -> bool:
         owners, keys, tensors = self._places
         return (
-            sum(map(len, self._owners)) == len(self._members)
+            net is self._net
+            and list(chain.from_iterable(map(dict.values, self._children))) == self._modules
+            and sum(map(len, self._owners)) == len(self._members)
             and all(map(is_, chain.from_iterable(map(dict.values, self._owners)), self._members))
             and all(map(is_, map(dict.get, owners, keys), tensors))
             and list(map(_VERSION, self._versioned)) == self._versions
             and list(map(Tensor.data_ptr, self._tensors)) == self._addresses
+            and b"".join(self._views) == self._bytes
         )
+
+
+def _view(tensor: Tensor) -> list[memoryview]:
+    """A few bytes from the middle of a tensor, where they are; none where a look would cost more than a prediction."""
+    if type(tensor) not in (Tensor, nn.Parameter) or not tensor.is_cpu or tensor.layout is not torch.strided:
+        return []
+    if not tensor.numel() or tensor.is_quantized:
+        return []
+    entries = tensor.detach()
+    flat = entries.view(-1) if entries.is_contiguous() else entries.as_strided((1,), (1,))
+    count = max(1, _LOOKED_AT // entries.element_size())
+    start = max(0, (len(flat) - count) // 2)
+    return [flat[start : start + count].view(torch.uint8).numpy().data]

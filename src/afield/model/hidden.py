@@ -217,6 +217,8 @@ def adapt(features: RandomFeatures, examples: Hidden) -> None:
         kept = torch.cat([k.to(total.device) for k in everyone if k is not None])
     if total is None:
         raise ValueError("The loader is empty: there is nothing to take the length scale from.")
+    if not len(kept):
+        raise ValueError("The weights of all examples are zero: there is nothing to take the length scale from.")
     count, first, second = total
     count = count.clamp_min(1e-300)  # where all vectors are zero
     mean = first / count

@@ -61,6 +61,13 @@ def check_output(model: SNGP, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
             f"necessarily the one that you mean. Name the layer that makes the logits: output={others[0]!r} or "
             f"output={model.output!r}."
         )
+    if model.settings.get("output") is None and _has_rival(seen.logits, seen.h, returned, model.head):
+        names = ", ".join(map(repr, [*seen.linears, model.output]))
+        raise WrongOutput(
+            f"The network returns the logits of {model.output!r} and another tensor of their shape "
+            f"{tuple(seen.logits.shape)}, and which of the two are the classes would be a guess. Name the layer that "
+            f"makes the logits: output={model.output!r}, or another one (Linear layers: {names})."
+        )
 
 
 class _Seen:
@@ -138,6 +145,14 @@ def _is_among(logits: Tensor, returned: list[Tensor], head: GaussianProcessHead)
     return any(_same(form, tensor) for form in shown for tensor in returned)
 
 
+def _has_rival(logits: Tensor, h: Tensor, returned: list[Tensor], head: GaussianProcessHead) -> bool:
+    """Whether there is another tensor that could be logits: of another layer, or these after a change."""
+    return any(
+        t.shape == logits.shape and t.is_floating_point() and not _same(h, t) and not _is_among(logits, [t], head)
+        for t in returned
+    )
+
+
 def _forms(head: GaussianProcessHead) -> list[Callable[[Tensor], Tensor]]:
     """What a network may make of its logits without changing what they say."""
 
@@ -177,5 +192,6 @@ def _tensors(value: Any) -> Iterator[Tensor]:
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
             yield from _tensors(getattr(value, field.name))
-    elif isinstance(logits := getattr(value, "logits", None), Tensor):
-        yield logits
+    else:
+        held = {**getattr(value, "__dict__", {}), "logits": getattr(value, "logits", None)}
+        yield from (inner for inner in held.values() if isinstance(inner, Tensor))

@@ -231,6 +231,12 @@ def _check_same(model: SNGP, other: SNGP) -> None:
         )
     if digest(model.net) != digest(other.net):
         raise ValueError("Cannot merge posteriors of networks with different weights: fit copies of one model.")
+    mine, theirs = model.head.precision, other.head.precision
+    if mine.fitted and all(torch.equal(getattr(mine, k), getattr(theirs, k).to(mine.data.device)) for k in mine.SUMS):
+        raise ValueError(
+            f"Cannot merge posteriors of the same examples: the sums of both over {int(mine.count)} examples are equal "
+            "to the last bit, and every example would count twice. Fit each copy on a part of its own."
+        )
 
 
 def _check_ranks_agree(model: SNGP) -> None:

@@ -12,6 +12,7 @@ import contextlib
 import hashlib
 import inspect
 import json
+import math
 import os
 import re
 import time
@@ -32,7 +33,7 @@ from afield.gp.head_state import ADDED_LATER
 from afield.gp.noise import NoiseShape
 from afield.model import convert
 from afield.model.class_changes import change_outputs
-from afield.model.files import hash_json, read_tensors, sweep, sweep_temporary, tensor_shapes, write_file
+from afield.model.files import hash_json, is_temporary, read_tensors, sweep, sweep_temporary, tensor_shapes, write_file
 from afield.model.fingerprint import from_digest
 from afield.model.hidden import draw_examples
 from afield.model.layers import layers_of
@@ -41,6 +42,7 @@ from afield.version import __version__
 
 FORMAT = 3
 INDEX = "afield.json"
+_OWN = re.compile(r"\.(model-|neighbours-|afield\.json\.)")  # temporary names of the files below
 _TENSOR_FILE = re.compile(r"(model|neighbours)-[0-9a-f]{16}\.safetensors")
 _TRIES = 200  # of a loader whose model is replaced while it reads
 
@@ -110,8 +112,8 @@ def save(
     }
     index = json.loads(json.dumps(index, allow_nan=False))
     text = json.dumps(index | {"sha256": hash_json(index)}, indent=2) + "\n"
-    with _one_saver_at_a_time(folder):
-        _publish(folder, files, text)
+    with _one_saver_at_a_time(folder) as alone:
+        _publish(folder, files, text, alone=alone)
     return folder
 
 
@@ -217,29 +219,33 @@ def read_index(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _one_saver_at_a_time(folder: Path) -> Iterator[None]:
+def _one_saver_at_a_time(folder: Path) -> Iterator[bool]:
     """Wait for the other savers of the folder. The lock is on the folder itself, and ends with its process.
 
-    Where there are no such locks, savers rely on sweeping only what is old.
+    Gives whether there is none. Where there are no such locks, savers rely on sweeping only what is old.
     """
     try:
         import fcntl
     except ImportError:  # Windows
-        yield
+        yield False
         return
-    handle = os.open(folder, os.O_RDONLY)
+    handle, alone = os.open(folder, os.O_RDONLY), False
     try:
         with contextlib.suppress(OSError):
             fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
+            alone = True
+        yield alone
     finally:
         with contextlib.suppress(OSError):  # or a forked child would go on holding it
             fcntl.flock(handle, fcntl.LOCK_UN)
         os.close(handle)
 
 
-def _publish(folder: Path, files: Mapping[str, bytes], text: str) -> None:
-    """Write tensors and index; delete the tensors that they replace, and what killed savers have left."""
+def _publish(folder: Path, files: Mapping[str, bytes], text: str, *, alone: bool) -> None:
+    """Write tensors and index; delete the tensors that they replace, and what killed savers have left.
+
+    alone  whether nobody else is saving: what others have not finished has then lost its writer
+    """
     before = _current_files(folder)
     try:
         for file, payload in files.items():
@@ -254,6 +260,8 @@ def _publish(folder: Path, files: Mapping[str, bytes], text: str) -> None:
         (folder / file).unlink(missing_ok=True)
     now = (folder / INDEX).stat().st_mtime
     sweep_temporary(folder, now)
+    if alone:
+        sweep(folder, now, lambda name: is_temporary(name) and _OWN.match(name) is not None, age=-math.inf)
     sweep(folder, now, lambda name: _TENSOR_FILE.fullmatch(name) is not None, current)
 
 

@@ -26,14 +26,14 @@ import torch
 from torch import Tensor, nn
 
 from afield.bounds.spectral import bounds_of, operator_norm
-from afield.bounds.weight_cache import followed, kept_weights
-from afield.errors import Stale, StaleWarning
+from afield.bounds.weight_cache import kept_weights
+from afield.errors import Stale, StaleWarning, WrongOutput
 from afield.gp.capture import hidden_vectors, layer_at
 from afield.gp.head import GaussianProcessHead
 from afield.model.batches import as_tensors, device_of, dtype_of, is_loader, split_batch
 from afield.model.evaluating import evaluating
 from afield.model.fingerprint import Fingerprint
-from afield.model.input_errors import clearer_error
+from afield.model.input_errors import clearer_error, find_overflow, predict_unsure
 from afield.model.layers import layers_of, type_name
 from afield.outputs.draws import sample_functions
 from afield.outputs.positions import ChannelsFirst, mask_of, predict_positions
@@ -99,6 +99,13 @@ class SNGP(nn.Module):
             if (clearer := clearer_error(self.net, args, kwargs)) is None:
                 raise
             raise clearer from error
+        except AttributeError as error:
+            if error.obj is not self.head:
+                raise
+            raise WrongOutput(
+                f"The network reads {error.name!r} of its output layer {self.output!r}, which is a Gaussian process "
+                "now, instead of calling it: let forward call the layer, or name another one with output=..."
+            ) from error
         logits = returned if isinstance(returned, Tensor) else getattr(returned, "logits", returned)
         expected = math.prod(h.shape[:-1]) * self.head.out_features
         if isinstance(logits, Tensor) and logits.numel() != expected:
@@ -143,8 +150,10 @@ class SNGP(nn.Module):
             if isinstance(args[0], Mapping):
                 args, kwargs, _ = split_batch({**args[0], **kwargs}, device_of(self), net=self.net)
         with evaluating(self, gradients=gradients), kept_weights(self.net):
-            h = _without_infinity(self.hidden(*args, **kwargs), args or tuple(kwargs.values()))
-            if h.dim() <= 2:
+            h, overflown = find_overflow(self.hidden(*args, **kwargs), args or tuple(kwargs.values()))
+            if overflown is not None:
+                prediction = predict_unsure(self.head, h, overflown, **options)
+            elif h.dim() <= 2:
                 prediction = self.head.predict(h, **options)
             else:
                 prediction = predict_positions(self.head, h, mask_of(kwargs, h.shape[:-1]), joined=joined, **options)
@@ -241,18 +250,6 @@ class SNGP(nn.Module):
             steps = sum(int(b.num_steps) for b in found.values())
             binding = sum(int(b.num_binding) for b in found.values()) / steps if steps else math.nan
             yield AuditRow(name or "(net)", kind, status, norm, next(iter(found.values())).c, binding)
-
-
-def _without_infinity(h: Tensor, inputs: Sequence[Any]) -> Tensor:
-    """NaN in the rows whose first input is not finite: an activation may hide it, and the row would pass as usual."""
-    x = next((value for value in inputs if isinstance(value, Tensor)), None)
-    if x is None or not x.is_floating_point() or x.dim() < 2 or len(x) != len(h):
-        return h
-    # Their sum is finite only if all are, and one number. Elsewhere, a look at it would wait for the device.
-    if x.is_cpu and not torch.compiler.is_compiling() and not followed() and math.isfinite(x.sum().item()):
-        return h
-    infinite = ~torch.isfinite(x).flatten(1).all(1)
-    return h.masked_fill(infinite.reshape(-1, *[1] * (h.dim() - 1)), math.nan)
 
 
 class Heads(nn.Module):
