@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from afield.experiment.model_folder import load
     from afield.gp.head import GaussianProcessHead
     from afield.model.calibration import calibrate
-    from afield.model.convert import attach, sngp
+    from afield.model.convert import attach, output_last, sngp
     from afield.model.layers import parameter_groups
     from afield.model.output_weights import fit_head
     from afield.model.posterior import fit_posterior
@@ -46,6 +46,7 @@ __all__ = [
     "fit_posterior",
     "fold",
     "load",
+    "output_last",
     "parameter_groups",
     "policy",
     "save",
@@ -65,6 +66,7 @@ _HOME = {  # of the public names
     "fit_posterior": "model.posterior",
     "fold": "bounds.spectral",
     "load": "experiment.model_folder",
+    "output_last": "model.convert",
     "parameter_groups": "model.layers",
     "policy": "decide.policies",
     "save": "model.saving",
@@ -88,7 +90,7 @@ _MODULES = {  # that are used by their short name
 }
 _ROOMS = (
     *("errors", "registry", "settings"),
-    *("prediction", "bounds", "gp", "model", "decide", "deploy"),
+    *("prediction", "bounds", "gp", "outputs", "model", "decide", "deploy"),
     *("backbones", "tasks", "methods", "experiment", "report", "estimators", "integrations", "serve", "cli"),
 )
 

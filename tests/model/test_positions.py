@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import afield
-from afield.errors import WrongOutput
 from afield.model.posterior import downdate, update
 from afield.outputs import positions
 
@@ -159,6 +158,15 @@ def test_order_of_the_held_out_data_may_change(calibrated: afield.SNGP) -> None:
     afield.calibrate(calibrated, [pictures(60, 1)], num_positions=8)
 
 
+def test_a_label_that_is_no_class_is_refused() -> None:
+    x, y = pictures()
+    for wrong in (255, -1):
+        with pytest.raises(ValueError, match=rf"model has 3 classes, 0 to 2.+ignore_index={wrong}\."):
+            afield.fit_posterior(fitted(), [(x, y.masked_fill(y == 1, wrong))])
+    with pytest.raises(ValueError, match="all positions are ignored"):
+        afield.fit_posterior(fitted(), [(x, torch.full_like(y, -100))])
+
+
 def test_targets_of_another_shape_are_refused() -> None:
     x, y = pictures()
     for target in (y[:, 0], y.flatten(1), y[:, :, :5]):
@@ -183,6 +191,21 @@ def test_gradients_of_score_and_variance(calibrated: afield.SNGP) -> None:
         calibrated.predict(x.detach(), gradients=True)
 
 
+def test_gradients_of_a_sure_answer() -> None:
+    """A probability of zero has an infinite slope of its logarithm."""
+    model = afield.attach(nn.Linear(3, 3), num_random_features=16)
+    x = torch.randn(40, 3, generator=seed())
+    afield.fit_posterior(model, [(x, x.argmax(1))])
+    model.head.set_scalars(logit_scale=1000.0)
+    one = x[:2].clone().requires_grad_()
+    p = model.predict(one, gradients=True)
+    assert p.probs is not None
+    assert float(p.probs.detach().min()) == 0
+    p.score("entropy").sum().backward()
+    assert one.grad is not None
+    assert bool(one.grad.isfinite().all())
+
+
 def test_gradients_of_one_row() -> None:
     """Which otherwise goes through NumPy."""
     model = afield.attach(nn.Linear(3, 3), num_random_features=16)
@@ -194,56 +217,6 @@ def test_gradients_of_one_row() -> None:
     p.variance.sum().backward()
     assert one.grad is not None
     assert float(one.grad.abs().sum()) > 0
-
-
-# What an output layer may be ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "layer",
-    [
-        nn.Conv2d(4, 3, 3),
-        nn.Conv2d(4, 3, 1, stride=2),
-        nn.Conv2d(4, 3, 1, padding=1),
-        nn.Conv2d(4, 4, 1, groups=2),
-        nn.Conv2d(4, 3, 1, padding="same"),
-    ],
-)
-def test_a_convolution_that_looks_around_is_no_output_layer(layer: nn.Module) -> None:
-    with pytest.raises(ValueError, match="must be a Linear, or a convolution with a kernel of size 1"):
-        afield.sngp(nn.Sequential(nn.Conv2d(3, 4, 3), layer))
-
-
-def test_dense_outputs_have_fewer_features_and_remember_how_many() -> None:
-    assert afield.sngp(net()).head.random_features.num_random_features == 128
-    model = afield.sngp(net(), num_random_features=64)
-    assert model.settings["head"]["num_random_features"] == 64
-
-
-class Interpolated(nn.Module):
-    """Logits on a coarse grid, brought to the size of the image."""
-
-    def __init__(self, first: bool) -> None:
-        super().__init__()
-        self.body, self.classifier, self.first = nn.Conv2d(3, 4, 3, padding=1, stride=2), nn.Conv2d(4, 3, 1), first
-
-    def forward(self, x: Tensor) -> dict[str, Tensor]:
-        h, size = self.body(x), x.shape[2:]
-        if self.first:
-            return {"out": self.classifier(F.interpolate(h, size=size, mode="bilinear"))}
-        return {"out": F.interpolate(self.classifier(h), size=size, mode="bilinear")}
-
-
-def test_interpolation_belongs_before_the_output_layer() -> None:
-    """Where it gives the same logits, as the error says."""
-    torch.manual_seed(0)
-    before, after = Interpolated(True), Interpolated(False)
-    after.load_state_dict(before.state_dict())
-    x, y = pictures()
-    torch.testing.assert_close(before(x.float())["out"], after(x.float())["out"])
-    afield.fit_posterior(afield.attach(before), [(x.float(), y)])
-    with pytest.raises((WrongOutput, RuntimeError)):
-        afield.fit_posterior(afield.attach(after), [(x.float(), y)])
 
 
 # Containers -----------------------------------------------------------------------------------------------------
@@ -286,6 +259,12 @@ def test_networks_are_taken_out_of_their_containers(container: str) -> None:
     torch.testing.assert_close(model(x), net()(x))
     afield.fit_posterior(model, [(x, y)])
     assert type(given).__name__ in ("OptimizedModule", "Sequential", "DataParallel")  # as it was
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_scripted_network_is_refused() -> None:
+    with pytest.raises(ValueError, match="convert the network that it was made of"):
+        afield.attach(torch.jit.trace(net(), pictures(2)[0]))
 
 
 def test_a_size_that_is_not_known_yet_is_told() -> None:

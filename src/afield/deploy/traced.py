@@ -35,7 +35,7 @@ from afield.model.batches import Field, split_batch
 from afield.model.batches import Inputs as Fields
 from afield.model.layers import replace_layer
 from afield.model.sngp_model import SNGP
-from afield.outputs.positions import mask_of
+from afield.outputs.positions import as_returned, mask_of
 from afield.prediction.p_values import class_p_value, conformal_p_value, fewest_rows, predicted_class
 from afield.prediction.positions import input_score, unflatten
 from afield.prediction.prediction import Prediction
@@ -168,7 +168,8 @@ class Graph(nn.Module):
         if self.half_backbone:
             tensors = tuple(t.half() if t.is_floating_point() else t for t in tensors)
         args, kwargs = self.inputs.call(tensors)
-        h = hidden_vectors(self.net, self.output, args, kwargs)[0].float()
+        h, returned = hidden_vectors(self.net, self.output, args, kwargs)
+        h = as_returned(h, returned, self.head.out_features).float()
         for numbers in finite:
             infinite = ~numbers.flatten(1).all(1)
             h = h.masked_fill(infinite.reshape(-1, *[1] * (h.dim() - 1)), math.nan)

@@ -6,18 +6,21 @@ calling the model goes through the network's own `forward`, whatever that takes 
 
 import copy
 import fnmatch
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, overload
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 
 from afield.bounds.spectral import BOUNDABLE, bound, boundable
+from afield.errors import WrongOutput
 from afield.gp.head import GaussianProcessHead
 from afield.gp.likelihoods import LIKELIHOODS, UNDECIDED
 from afield.gp.variance_features import FOR_NUMBERS, FOR_VARIANCE
+from afield.model.batches import device_of, split_batch
+from afield.model.evaluating import evaluating
 from afield.model.layers import layers_of, replace_layer, type_name, unwrapped
 from afield.model.output_check import check_example
 from afield.model.sngp_model import SNGP, Heads, convert_each
@@ -30,6 +33,8 @@ DEFAULT_BOUNDS: Mapping[str | type[nn.Module], float | None] = MappingProxyType(
 )
 """By type of layer; docs/defaults.md has the evidence. 6 is the paper's for convolutions."""
 _PROBLEMS = {"multi_label_classification": "bernoulli", "regression": "gaussian"}  # of Hugging Face
+_LOGITS = ("out", "logits")  # where torchvision and Hugging Face return them
+_MOVED = 1e-3  # rounding, as a part of the largest logit
 _BATCH_NORM = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
@@ -61,7 +66,8 @@ def _is_one_position(layer: Any) -> bool:
 
 def _linear_of(layer: Any) -> nn.Linear:
     linear = nn.Linear(layer.in_channels, layer.out_channels, bias=layer.bias is not None).to(layer.weight)
-    with torch.no_grad():
+    with evaluating(layer):
+        layer(layer.weight.new_zeros(1, layer.in_channels, *layer.kernel_size))  # weight norm may be in a hook
         linear.weight.copy_(layer.weight.flatten(1))
         if layer.bias is not None:
             linear.bias.copy_(layer.bias)
@@ -217,6 +223,66 @@ def attach(net: nn.Module, *, output: str | Several | None = None, example: Any 
         new.likelihood = UNDECIDED
     net = replace_layer(net, output, kind.around(new.to(old.weight))).requires_grad_(False)
     return _checked(SNGP(net, output, kind="attach", settings=settings, reasons={}), example)
+
+
+class OutputLast(nn.Module):
+    """Runs a network without its output layer, and the layer on what comes out: logits (N, K, *P), and nothing else."""
+
+    def __init__(self, body: nn.Module, output: nn.Module) -> None:
+        super().__init__()
+        self.body, self.output = body, output
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        return self.output(_tensor(self.body(*args, **kwargs)))
+
+
+def output_last(net: nn.Module, example: Any, *, output: str | None = None) -> OutputLast:
+    """A copy of a network that interpolates its logits, with the output layer behind the interpolation.
+
+    A convolution with a kernel of size 1 mixes channels, an interpolation mixes places with weights that sum to one, so
+    the two may change places. Behind it, every pixel of the answer has a hidden vector, hence a variance, of its own;
+    before it only those of the coarse grid have, and a variance is not interpolated like a mean.
+
+    example  a batch, as a loader gives it: both networks run on it once, and must return the same logits
+    output   the name of the convolution or Linear that makes the logits; the last one registered unless given
+
+    Of what the network returns, the copy returns the logits alone: a tensor, or the field "out" or "logits". Hidden
+    vectors take as much memory as the logits times d / K.
+
+    raises   WrongOutput if the logits are not the same: something else than interpolation stands behind the layer
+
+    >>> low = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3, stride=2, padding=1), torch.nn.ReLU())
+    >>> fcn = torch.nn.Sequential(low, torch.nn.Conv2d(8, 2, 1), torch.nn.Upsample(scale_factor=2, mode="bilinear"))
+    >>> model = afield.attach(afield.output_last(fcn, torch.randn(2, 3, 16, 16)))
+    >>> model(torch.randn(2, 3, 16, 16)).shape
+    torch.Size([2, 2, 16, 16])
+    """
+    body, name, layer, _ = _copied(net, output)
+    last = OutputLast(replace_layer(body, name, nn.Identity()), layer)
+    args, kwargs, _ = split_batch(example, device_of(net), net=net, wants_target=False)
+    why = "the logits are not the same"
+    try:
+        with evaluating(net), evaluating(last):
+            expected, found = _tensor(net(*args, **kwargs)), last(*args, **kwargs)
+        error = float((expected - found).abs().max()) if expected.shape == found.shape else math.inf
+        if error <= _MOVED * (1 + float(expected.abs().max())):
+            return last
+    except (RuntimeError, TypeError) as failure:
+        why = str(failure)
+    raise WrongOutput(
+        f"The output layer {name!r} cannot be put behind what follows it: {why}. Only interpolation, cropping and "
+        "reordering of places may follow it. Name the layer that makes the logits with output=..., or change forward."
+    )
+
+
+def _tensor(returned: Any) -> Tensor:
+    if isinstance(returned, Tensor):
+        return returned
+    for name in _LOGITS:
+        found = returned.get(name) if isinstance(returned, Mapping) else getattr(returned, name, None)
+        if isinstance(found, Tensor):
+            return found
+    raise TypeError(f"the network returns {type(returned).__name__}, without a tensor under {' or '.join(_LOGITS)}")
 
 
 def of_problem(net: nn.Module) -> dict[str, Any]:

@@ -150,6 +150,7 @@ class Hidden:
             target = positions.rows_of_target(target, shape, self.model.head.out_features)
             if target.dim() == 1:
                 valid = valid & (target != self.sample.ignore_index).reshape(shape)
+                check_labels(target[valid.flatten()], self.model.head)
         keys = positions.keys_of(args, kwargs, len(h), before)
         index, owner = positions.draw(valid, keys, self.sample.most, exactly=self.sample.exactly)
         self.keys += [keys[i] for i in owner.unique_consecutive().tolist()]
@@ -190,6 +191,19 @@ def check_target(target: Tensor, head: GaussianProcessHead) -> Tensor:
     return LIKELIHOODS[head.likelihood].check_targets(target, head.out_features)
 
 
+def check_labels(target: Tensor, head: GaussianProcessHead) -> None:
+    """An error if a label of a position is no class: the usual reason is that it stands for having none."""
+    classes = LIKELIHOODS[head.likelihood].num_classes(head.out_features)
+    if not classes or not target.numel():
+        return
+    least, most = int(target.min()), int(target.max())
+    if least < 0 or most >= classes:
+        raise ValueError(
+            f"Labels of positions run from {least} to {most}, and the model has {classes} classes, 0 to {classes - 1}. "
+            f"If one of them marks positions without a label, say which: ignore_index={least if least < 0 else most}."
+        )
+
+
 def adapt(features: RandomFeatures, examples: Hidden) -> None:
     """Set standardisation and length scale of random features from all hidden vectors, the same on every rank.
 
@@ -214,11 +228,13 @@ def adapt(features: RandomFeatures, examples: Hidden) -> None:
         dist.all_reduce(total)
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, kept.cpu() if rows else None)
-        kept = torch.cat([k.to(total.device) for k in everyone if k is not None])
+        kept = torch.cat([kept[:0].to(total.device), *(k.to(total.device) for k in everyone if k is not None)])
     if total is None:
         raise ValueError("The loader is empty: there is nothing to take the length scale from.")
     if not len(kept):
-        raise ValueError("The weights of all examples are zero: there is nothing to take the length scale from.")
+        raise ValueError(
+            "All examples have weight zero, or all positions are ignored: there is nothing to take the length scale from."
+        )
     count, first, second = total
     count = count.clamp_min(1e-300)  # where all vectors are zero
     mean = first / count

@@ -5,6 +5,7 @@ import math
 from collections.abc import Collection, Iterator
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
@@ -19,6 +20,8 @@ def unwrapped(net: nn.Module) -> nn.Module:
 
     A compiled network would go on running the code of its old output layer, and replicas run in threads of their own.
     """
+    if isinstance(net, torch.jit.ScriptModule):
+        raise ValueError("A scripted or traced network cannot be changed: convert the network that it was made of.")
     if lazy := [name for name, parameter in net.named_parameters() if is_lazy(parameter)]:
         raise ValueError(
             f"{type(net).__name__} has layers whose size is not known yet ({', '.join(lazy[:3])}): run one batch "

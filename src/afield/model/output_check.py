@@ -21,7 +21,7 @@ from afield.gp.head import GaussianProcessHead
 from afield.gp.likelihoods import LIKELIHOODS, UNDECIDED
 from afield.model.batches import device_of, split_batch
 from afield.model.evaluating import evaluating
-from afield.model.sngp_model import SNGP
+from afield.model.sngp_model import RESIZED, SNGP
 from afield.prediction.predictive import to_probs
 
 _ROUNDING = {torch.float16: 5e-3, torch.bfloat16: 4e-2}  # of values of size 1; of wider types: 1e-5
@@ -134,7 +134,7 @@ def _changed(model: SNGP, others: list[str], linears: list[str]) -> str:
     return (
         f"{what}something after it changes them, such as an added bias, a mask, a temperature or another layer, and "
         "probabilities and classes would not be the network's own. Leave that step out of forward, or make it part of "
-        f"the layer; or name another layer that makes the logits with output=... (Linear layers: {names})."
+        f"the layer; or name another layer that makes the logits with output=... (Linear layers: {names}). {RESIZED}"
     )
 
 

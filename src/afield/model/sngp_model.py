@@ -36,13 +36,17 @@ from afield.model.fingerprint import Fingerprint
 from afield.model.input_errors import clearer_error, find_overflow, predict_unsure
 from afield.model.layers import layers_of, type_name
 from afield.outputs.draws import sample_functions
-from afield.outputs.positions import ChannelsFirst, mask_of, predict_positions
+from afield.outputs.positions import ChannelsFirst, as_returned, mask_of, predict_positions
 from afield.prediction.positions import unflatten
 from afield.prediction.prediction import Prediction
 
 CHANGED = "The network has changed since its posterior was fitted (trained, loaded, or moved to another precision)."
 P = ParamSpec("P")
 R = TypeVar("R")
+RESIZED = (
+    "Logits that are interpolated afterwards: convert afield.output_last(net, example), which interpolates before the "
+    "output layer and returns the same."
+)
 REFIT = "Call afield.fit_posterior, then afield.calibrate."
 
 
@@ -88,7 +92,7 @@ class SNGP(nn.Module):
         return self.net(*args, **kwargs)
 
     def hidden(self, *args: Any, **kwargs: Any) -> Tensor:
-        """The hidden vectors h (N, d) that reach the head, or (N, *P, d) where it runs at positions P of each input."""
+        """The hidden vectors h (N, d) that reach the head, or (N, *P, d) where the network answers at positions P."""
         if not all(isinstance(value, Tensor) for value in (*args, *kwargs.values())):  # arrays, perhaps
             place = device_of(self), dtype_of(self)
             args = tuple(value if isinstance(value, Tensor) else as_tensors(value, *place) for value in args)
@@ -113,10 +117,9 @@ class SNGP(nn.Module):
                 f"The output layer {self.output!r} makes {self.head.out_features} numbers for each of "
                 f"{tuple(h.shape[:-1])} inputs or positions, but the network returned a tensor of shape "
                 f"{tuple(logits.shape)}: it is not the last layer. Name the layer that makes the logits with "
-                "output=...; if they are interpolated afterwards, interpolate before the output layer, which gives the "
-                "same logits."
+                f"output=... {RESIZED}"
             )
-        return h
+        return as_returned(h, returned, self.head.out_features)
 
     def predict(
         self,

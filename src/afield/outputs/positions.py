@@ -12,6 +12,7 @@ removes the very positions that were added.
 """
 
 import hashlib
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -40,6 +41,21 @@ class ChannelsFirst(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(x.movedim(1, -1)).movedim(-1, 1)
+
+
+def as_returned(h: Tensor, returned: Any, outputs: int) -> Tensor:
+    """Hidden vectors (N, *P, d) at the positions Q of what the network made of their logits: (N, K, *Q), (N, *Q, K).
+
+    Patches that were a sequence are a plane again; one position in all is none.
+    """
+    logits = returned if isinstance(returned, Tensor) else getattr(returned, "logits", None)
+    given, shape = tuple(h.shape[1:-1]), tuple(logits.shape) if isinstance(logits, Tensor) else ()
+    found = {shape[2:]} if shape[1:2] == (outputs,) else set()
+    found |= {shape[1:-1]} if shape[-1:] == (outputs,) and len(shape) > 1 else set()
+    found = {at for at in found if math.prod(at) == math.prod(given)}
+    if not given or given in found or len(found) != 1 or shape[0] != h.shape[0]:
+        return h
+    return h.reshape(h.shape[0], *found.pop(), h.shape[-1])  # not len: of an export it is a constant
 
 
 def predict_positions(
@@ -136,5 +152,6 @@ def rows_of_target(target: Tensor, shape: tuple[int, ...], outputs: int) -> Tens
     raise ValueError(
         f"The network answers at positions {shape[1:]} of each of {shape[0]} inputs, and expects targets of shape "
         f"{shape} for classes or {(shape[0], outputs, *shape[1:])} for numbers, got {tuple(target.shape)}. If there is "
-        "one target an input, the network should pool its positions before the output layer."
+        "one target an input, the network should pool its positions before the output layer; if labels are of another "
+        "resolution, one of the two has to be resized."
     )

@@ -147,7 +147,8 @@ def symmetric(logits: Tensor) -> Tensor:
 
 
 def _entropy(probs: Tensor) -> Tensor:
-    return torch.special.entr(probs).sum(-1)
+    # The slope of p log p at zero is infinite, and times the slope of p, which is zero, no number.
+    return torch.special.entr(torch.where(probs > 0, probs, 1.0)).sum(-1)
 
 
 def _need(prediction: Prediction, field: str, advice: str = "") -> Tensor:
