@@ -8,14 +8,21 @@ import torch
 
 from afield.model.saving import write_file
 from bench.defaults import ROOT, fill, markdown
-from bench.speed import ensembles, networks, per_class, pixels, posterior
+from bench.speed import ensembles, networks, one_row, per_class, pixels, posterior
 from bench.speed.measure import MEASURES, Missing
 
 RECORDS = ROOT / "bench" / "results"
 PARTS = [
     part.__name__ for part in (networks, pixels, ensembles, posterior, per_class)
 ]  # whose measures the table has, in order
-PAGES = {"speed": ROOT / "docs" / "speed.md", "costs": ROOT / "README.md"}
+DOCS = ROOT / "docs"
+PAGES = {
+    "speed": DOCS / "speed.md",
+    "costs": ROOT / "README.md",
+    "one row": DOCS / "speed.md",
+    "every pixel": DOCS / "outputs.md",
+}
+DETAILS = {"one row": ("predict-one-mlp", one_row.table), "every pixel": ("predict-unet", pixels.table)}
 COSTS = {  # of the README: measures by name, what is done, and the factor from seconds to the unit
     "predict-wide-resnet": ("predict 64 images, WideResNet-28-10, s", 1),
     "predict-one-resnet-56": ("predict one image, ResNet-56, ms", 1000),
@@ -51,7 +58,10 @@ def main() -> None:
 
 def tables() -> dict[str, str]:
     """The text between the marks of each name, from the records as they are."""
-    return {"speed": table(), "costs": costs()}
+    found = {"speed": table(), "costs": costs()}
+    for name, (measure, made) in DETAILS.items():
+        found[name] = made(json.loads((RECORDS / f"{measure}.json").read_text(encoding="utf-8")))
+    return found
 
 
 def table() -> str:

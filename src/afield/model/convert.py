@@ -48,6 +48,7 @@ class OutputLayer:
     of_rows  the same layer over rows (M, d), as the mean of an attached head
     around   the head as the network calls it
     options  of the head, unless others are given
+    attached the same where the mean is kept and features are of the variance alone
     """
 
     inputs: Callable[[Any], int]
@@ -56,6 +57,7 @@ class OutputLayer:
     of_rows: Callable[[Any], nn.Module] = lambda layer: layer
     around: Callable[[GaussianProcessHead], nn.Module] = lambda head: head
     options: Mapping[str, Any] = field(default_factory=dict)
+    attached: Mapping[str, Any] = field(default_factory=dict)
 
 
 def _is_one_position(layer: Any) -> bool:
@@ -82,6 +84,7 @@ _CONVOLUTION = OutputLayer(
     of_rows=_linear_of,
     around=ChannelsFirst,
     options={"num_random_features": 128},  # a row is a pixel, of which there are many
+    attached={"num_random_features": 64},  # docs/outputs.md has the evidence
 )
 OUTPUT_LAYERS: Mapping[type[nn.Module], OutputLayer] = MappingProxyType(
     {nn.Linear: _LINEAR, nn.Conv1d: _CONVOLUTION, nn.Conv2d: _CONVOLUTION, nn.Conv3d: _CONVOLUTION}
@@ -211,7 +214,7 @@ def attach(net: nn.Module, *, output: str | Several | None = None, example: Any 
     if head.get("covariance", "shared") != "shared":
         raise ValueError('attach keeps the most probable class, which needs covariance="shared".')
     net, output, old, kind = _copied(net, output)
-    head = {**kind.options, **of_problem(net), **head}
+    head = {**kind.attached, **of_problem(net), **head}
     settings["head"] = _plain_options(head)
     undecided = "likelihood" not in head and kind.outputs(old) == 1
     of_classes = not undecided and LIKELIHOODS[head.get("likelihood", "categorical")].of_classes
@@ -299,7 +302,9 @@ def _checked(model: SNGP, example: Any) -> SNGP:
 
 def _again(model: SNGP, kind: str, asked: dict[str, Any], default: dict[str, Any]) -> SNGP:
     """A copy of a converted model, unless something else is asked for than it was made with."""
-    usual = _CONVOLUTION.options if isinstance(model.net.get_submodule(model.output), ChannelsFirst) else {}
+    usual: Mapping[str, Any] = {}
+    if isinstance(model.net.get_submodule(model.output), ChannelsFirst):
+        usual = _CONVOLUTION.attached if kind == "attach" else _CONVOLUTION.options
     same = asked | {"head": {**usual, **asked["head"]}} == model.settings
     if model.kind != kind or not (asked == default or same):
         raise ValueError(

@@ -233,7 +233,7 @@ def adapt(features: RandomFeatures, examples: Hidden) -> None:
         raise ValueError("The loader is empty: there is nothing to take the length scale from.")
     if not len(kept):
         raise ValueError(
-            "All examples have weight zero, or all positions are ignored: there is nothing to take the length scale from."
+            "All weights are zero, or all positions are ignored: there is nothing to take the length scale from."
         )
     count, first, second = total
     count = count.clamp_min(1e-300)  # where all vectors are zero
