@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from afield.bounds.weight_cache import kept_weights
 from afield.model.evaluating import evaluating
-from afield.model.sngp_model import SNGP, _without_infinity
+from afield.model.input_errors import find_overflow
+from afield.model.sngp_model import SNGP
 from bench.defaults import markdown
 from bench.speed.measure import Metrics
 
@@ -49,7 +50,7 @@ def _steps(net: nn.Module, model: SNGP, x: Tensor) -> dict[str, int]:
     times.append(clock())
     h = model.hidden(x)
     times.append(clock())
-    h = _without_infinity(h, (x,))
+    h, _ = find_overflow(h, (x,))
     times.append(clock())
     row = head._one_row()
     times.append(clock())

@@ -32,7 +32,8 @@ class ChosenScore(ExactBuffers):
         """Keep the constants of a fitted score, in place of any others."""
         self.forget()
         for name, value in constants.items():
-            self.register_buffer(name, value.detach().clone())
+            # In one layout: a factor comes by columns, a file by rows, and products would differ in the last digit.
+            self.register_buffer(name, value.detach().clone(memory_format=torch.contiguous_format))
 
     def forget(self) -> None:
         self._buffers = {}

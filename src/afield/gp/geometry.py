@@ -62,7 +62,7 @@ def _direction_length(h: Tensor) -> Tensor:
 
 def _polar(h: Tensor) -> tuple[Tensor, Tensor]:
     """h / |h|, and log |h|; a vector of zeros has no direction and is short."""
-    if len(h) >= _MANY and h.is_cpu and not torch.compiler.is_compiling() and plain_evaluation():
+    if not torch.compiler.is_compiling() and h.is_cpu and len(h) >= _MANY and plain_evaluation():
         length = torch.linalg.vector_norm(h, dim=-1, keepdim=True)
         if float(length.amin()) > _SMALLEST and float(length.amax()) < 1 / _SMALLEST:
             return h / length, length.log()

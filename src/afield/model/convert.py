@@ -7,8 +7,7 @@ calling the model goes through the network's own `forward`, whatever that takes 
 import copy
 import fnmatch
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, overload
 
@@ -21,7 +20,16 @@ from afield.gp.likelihoods import LIKELIHOODS, UNDECIDED
 from afield.gp.variance_features import FOR_NUMBERS, FOR_VARIANCE
 from afield.model.batches import device_of, split_batch
 from afield.model.evaluating import evaluating
-from afield.model.layers import layers_of, replace_layer, type_name, unwrapped
+from afield.model.layers import (
+    CONVOLUTION,
+    OUTPUT_LAYERS,
+    OutputLayer,
+    kind_of,
+    layers_of,
+    replace_layer,
+    type_name,
+    unwrapped,
+)
 from afield.model.output_check import check_example
 from afield.model.sngp_model import SNGP, Heads, convert_each
 from afield.outputs.positions import ChannelsFirst
@@ -36,66 +44,6 @@ _PROBLEMS = {"multi_label_classification": "bernoulli", "regression": "gaussian"
 _LOGITS = ("out", "logits")  # where torchvision and Hugging Face return them
 _MOVED = 1e-3  # rounding, as a part of the largest logit
 _BATCH_NORM = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-
-
-@dataclass(frozen=True)
-class OutputLayer:
-    """A type of layer that makes logits, and how rows of hidden vectors reach the head that takes its place.
-
-    inputs   the length of a hidden vector
-    outputs  the number of logits at a position
-    fits     whether every position is computed by itself, so that positions are rows
-    of_rows  the same layer over rows (M, d), as the mean of an attached head
-    around   the head as the network calls it
-    options  of the head, unless others are given
-    attached the same where the mean is kept and features are of the variance alone
-    """
-
-    inputs: Callable[[Any], int]
-    outputs: Callable[[Any], int]
-    fits: Callable[[Any], bool] = lambda layer: True
-    of_rows: Callable[[Any], nn.Module] = lambda layer: layer
-    around: Callable[[GaussianProcessHead], nn.Module] = lambda head: head
-    options: Mapping[str, Any] = field(default_factory=dict)
-    attached: Mapping[str, Any] = field(default_factory=dict)
-
-
-def _is_one_position(layer: Any) -> bool:
-    own_way = type(layer).forward not in (nn.Conv1d.forward, nn.Conv2d.forward, nn.Conv3d.forward)
-    rest = (*layer.kernel_size, *layer.stride, layer.groups)
-    return set(rest) == {1} and not isinstance(layer.padding, str) and not any(layer.padding) and not own_way
-
-
-def _linear_of(layer: Any) -> nn.Linear:
-    linear = nn.Linear(layer.in_channels, layer.out_channels, bias=layer.bias is not None).to(layer.weight)
-    with evaluating(layer):
-        layer(layer.weight.new_zeros(1, layer.in_channels, *layer.kernel_size))  # weight norm may be in a hook
-        linear.weight.copy_(layer.weight.flatten(1))
-        if layer.bias is not None:
-            linear.bias.copy_(layer.bias)
-    return linear
-
-
-_LINEAR = OutputLayer(lambda layer: layer.in_features, lambda layer: layer.out_features)
-_CONVOLUTION = OutputLayer(
-    lambda layer: layer.in_channels,
-    lambda layer: layer.out_channels,
-    fits=_is_one_position,
-    of_rows=_linear_of,
-    around=ChannelsFirst,
-    options={"num_random_features": 128},  # a row is a pixel, of which there are many
-    attached={"num_random_features": 64},  # docs/outputs.md has the evidence
-)
-OUTPUT_LAYERS: Mapping[type[nn.Module], OutputLayer] = MappingProxyType(
-    {nn.Linear: _LINEAR, nn.Conv1d: _CONVOLUTION, nn.Conv2d: _CONVOLUTION, nn.Conv3d: _CONVOLUTION}
-)
-"""What can be the output layer of a network, by type. A Linear may have positions before its features, (N, *P, d)."""
-
-
-def kind_of(layer: nn.Module) -> OutputLayer | None:
-    """How a layer can be the output; None where it cannot."""
-    found = next((kind for base, kind in OUTPUT_LAYERS.items() if isinstance(layer, base)), None)
-    return found if found is not None and found.fits(layer) else None
 
 
 @overload
@@ -304,7 +252,7 @@ def _again(model: SNGP, kind: str, asked: dict[str, Any], default: dict[str, Any
     """A copy of a converted model, unless something else is asked for than it was made with."""
     usual: Mapping[str, Any] = {}
     if isinstance(model.net.get_submodule(model.output), ChannelsFirst):
-        usual = _CONVOLUTION.attached if kind == "attach" else _CONVOLUTION.options
+        usual = CONVOLUTION.attached if kind == "attach" else CONVOLUTION.options
     same = asked | {"head": {**usual, **asked["head"]}} == model.settings
     if model.kind != kind or not (asked == default or same):
         raise ValueError(

@@ -1,8 +1,11 @@
-"""The layers of a network: which hold parameters, how to put another in the place of one, how each is trained."""
+"""The layers of a network: which hold parameters, how to put another in the place of one, how each is trained, and
+which can be the output."""
 
 import copy
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -11,6 +14,8 @@ from torch.nn.parameter import is_lazy
 
 from afield.bounds.spectral import BOUNDABLE
 from afield.gp.head import GaussianProcessHead
+from afield.model.evaluating import evaluating
+from afield.outputs.positions import ChannelsFirst
 
 HEAD_RATE = 10.0  # times the learning rate of the hidden layers; docs/defaults.md
 
@@ -141,3 +146,63 @@ def decay_matrices(parameters: Collection[nn.Parameter], lr: float, weight_decay
 
 def _group(parameters: Collection[nn.Parameter], lr: float, weight_decay: float) -> dict[str, Any]:
     return {"params": [p for p in parameters if p.requires_grad], "lr": lr, "weight_decay": weight_decay}
+
+
+@dataclass(frozen=True)
+class OutputLayer:
+    """A type of layer that makes logits, and how rows of hidden vectors reach the head that takes its place.
+
+    inputs   the length of a hidden vector
+    outputs  the number of logits at a position
+    fits     whether every position is computed by itself, so that positions are rows
+    of_rows  the same layer over rows (M, d), as the mean of an attached head
+    around   the head as the network calls it
+    options  of the head, unless others are given
+    attached the same where the mean is kept and features are of the variance alone
+    """
+
+    inputs: Callable[[Any], int]
+    outputs: Callable[[Any], int]
+    fits: Callable[[Any], bool] = lambda layer: True
+    of_rows: Callable[[Any], nn.Module] = lambda layer: layer
+    around: Callable[[GaussianProcessHead], nn.Module] = lambda head: head
+    options: Mapping[str, Any] = field(default_factory=dict)
+    attached: Mapping[str, Any] = field(default_factory=dict)
+
+
+def _is_one_position(layer: Any) -> bool:
+    own_way = type(layer).forward not in (nn.Conv1d.forward, nn.Conv2d.forward, nn.Conv3d.forward)
+    rest = (*layer.kernel_size, *layer.stride, layer.groups)
+    return set(rest) == {1} and not isinstance(layer.padding, str) and not any(layer.padding) and not own_way
+
+
+def _linear_of(layer: Any) -> nn.Linear:
+    linear = nn.Linear(layer.in_channels, layer.out_channels, bias=layer.bias is not None).to(layer.weight)
+    with evaluating(layer):
+        layer(layer.weight.new_zeros(1, layer.in_channels, *layer.kernel_size))  # weight norm may be in a hook
+        linear.weight.copy_(layer.weight.flatten(1))
+        if layer.bias is not None:
+            linear.bias.copy_(layer.bias)
+    return linear
+
+
+LINEAR = OutputLayer(lambda layer: layer.in_features, lambda layer: layer.out_features)
+CONVOLUTION = OutputLayer(
+    lambda layer: layer.in_channels,
+    lambda layer: layer.out_channels,
+    fits=_is_one_position,
+    of_rows=_linear_of,
+    around=ChannelsFirst,
+    options={"num_random_features": 128},  # a row is a pixel, of which there are many
+    attached={"num_random_features": 64},  # docs/outputs.md has the evidence
+)
+OUTPUT_LAYERS: Mapping[type[nn.Module], OutputLayer] = MappingProxyType(
+    {nn.Linear: LINEAR, nn.Conv1d: CONVOLUTION, nn.Conv2d: CONVOLUTION, nn.Conv3d: CONVOLUTION}
+)
+"""What can be the output layer of a network, by type. A Linear may have positions before its features, (N, *P, d)."""
+
+
+def kind_of(layer: nn.Module) -> OutputLayer | None:
+    """How a layer can be the output; None where it cannot."""
+    found = next((kind for base, kind in OUTPUT_LAYERS.items() if isinstance(layer, base)), None)
+    return found if found is not None and found.fits(layer) else None

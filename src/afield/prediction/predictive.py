@@ -34,7 +34,8 @@ def shrink(logits: Tensor, variance: Tensor) -> Tensor:
 
 def to_probs(logits: Tensor) -> Tensor:
     """Softmax over K > 1 logits; one logit gives (1 - sigmoid, sigmoid)."""
-    if 1 < logits.shape[-1] <= _FEW and logits.dim() == 2 and len(logits) >= _MANY:
+    tracing = torch.compiler.is_compiling()  # to which a number of rows is a constant once it was looked at
+    if not tracing and 1 < logits.shape[-1] <= _FEW and logits.dim() == 2 and len(logits) >= _MANY:
         return F.softmax(logits.T, dim=0).T  # of pixels: eight times as fast as along so few classes
     if logits.shape[-1] > 1:
         return F.softmax(logits, dim=-1)

@@ -117,6 +117,8 @@ class Protocol(HttpToolsProtocol):
     most_head = 64 * 2**10
     linger = 0.2
 
+    _head: int | None = None  # bytes of the headers so far; None behind them
+
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
         self._unread: asyncio.TimerHandle | None = None
@@ -169,7 +171,7 @@ class Protocol(HttpToolsProtocol):
 
     def _begin(self) -> None:
         """Wait for a request."""
-        self._head: int | None = 0
+        self._head = 0
         self._impatient = self.loop.call_later(self.patience, self._give_up)
 
     def _give_up(self) -> None:
