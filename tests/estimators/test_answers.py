@@ -13,13 +13,14 @@ import torch
 pytest.importorskip("sklearn", reason="estimators need scikit-learn")
 from sklearn.datasets import load_wine, make_moons
 from sklearn.exceptions import ConvergenceWarning
+from sklearn.metrics import log_loss
 from sklearn.model_selection import GridSearchCV
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
 import afield
 from afield.errors import DamagedModel
-from afield.estimators import SNGPClassifier, SNGPRegressor
+from afield.estimators import SNGPClassifier, SNGPRegressor, posterior
 from afield.estimators.noise import without_itself
 from afield.estimators.posterior import finish, raise_noise, settle_noise
 from afield.estimators.rows import Rows, split
@@ -294,6 +295,29 @@ def test_the_settled_noise_has_its_output_weights() -> None:
     torch.testing.assert_close(model.head.weight.detach(), exact.T, rtol=1e-6, atol=1e-9)
     error = (rows.y - phi @ exact)[:, 0]
     assert float(model.head.training_error) == pytest.approx(float(rows.weight @ error**2 / rows.weight.sum()))
+
+
+# How much of the variance probabilities bear
+
+
+def rare_values(rows: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Few positives, which two columns tell; most columns say nothing, and have values far out."""
+    random = np.random.default_rng(seed)
+    x = random.standard_t(2.5, size=(rows, 12))
+    return x, (random.random(rows) < 1 / (1 + np.exp(3.2 - 1.2 * np.clip(x[:, 0] + x[:, 1], -4, 4)))).astype(int)
+
+
+def test_a_variance_that_is_noise_is_kept_from_the_probabilities(monkeypatch: pytest.MonkeyPatch) -> None:
+    (x, y), (new, truth) = rare_values(1500, 0), rare_values(4000, 100)
+    options = {"n_members": 1, "width": 16, "max_iter": 20, "random_state": 0}
+    chosen = SNGPClassifier(**options).fit(x, y)
+    monkeypatch.setattr(posterior, "_STRENGTHS", (1.0,))
+    whole = SNGPClassifier(**options).fit(x, y)
+    losses = [log_loss(truth, fitted.predict_proba(new)) for fitted in (chosen, whole)]
+    assert losses[0] < losses[1] - 0.004
+    assert float(chosen.model_.head.logit_scale) < float(whole.model_.head.logit_scale) == pytest.approx(2**0.5)
+    assert chosen.predict_proba(100 * new).max(1).mean() < 0.65 < chosen.predict_proba(new).max(1).mean()
+    np.testing.assert_allclose(chosen.p_value(new), whole.p_value(new), atol=1e-6)  # distance is another matter
 
 
 # Scores

@@ -1,8 +1,10 @@
 """The posterior and the calibration of a table's network, on weighted rows.
 
 A classifier that was stopped where its held-out loss was least needs no other scale of its logits, and a few dozen
-rows would only add noise to one: there the amplitude a has a^2 pi/8 v = 1 and the scale is sqrt(2), v the median
-variance of held-out rows. The typical row stays as it was, further ones are shrunk. Numbers: docs/scikit-learn.md.
+rows would only add noise to one: there the amplitude a has a^2 pi/8 v = c and the scale is sqrt(1 + c), v the median
+variance of held-out rows. The typical row stays as it was, further ones are shrunk. c is 1, or the largest of a few
+smaller ones that held-out rows cannot tell from the best of them: where most columns are noise, so is the variance of
+rows that belong here. Numbers: docs/scikit-learn.md.
 """
 
 import math
@@ -30,6 +32,7 @@ from afield.prediction.predictive import MEAN_FIELD_FACTOR
 FEWEST_HELD_OUT = 20  # of which `calibrate` can make something
 _NEARLY_ALL = 1 - 1e-9  # all but one
 _LEVELS_A_DECADE = 8
+_STRENGTHS = (1.0, 0.5, 0.25, 0.1, 0.03, 0.01)
 LEAST_NOISE = 1e-10  # of a target with variance 1: below, targets are all alike
 
 
@@ -109,7 +112,8 @@ def calibrate_on(model: SNGP, held: Rows, *, stopped: bool, seed: int) -> None:
         assert variance is not None
         amplitude = 1 / math.sqrt(MEAN_FIELD_FACTOR * float(variance.median()))
         if stopped:
-            head.set_scalars(amplitude=amplitude, logit_scale=math.sqrt(2))
+            strength = _strength(model, rows, amplitude)
+            head.set_scalars(amplitude=math.sqrt(strength) * amplitude, logit_scale=math.sqrt(1 + strength))
         else:
             calibrate(model, batches, weights=weights, amplitude=amplitude, score=own, seed=seed, progress=False)
     if constants:  # which depend on nothing that was chosen here: all rows can be the reference
@@ -119,6 +123,20 @@ def calibrate_on(model: SNGP, held: Rows, *, stopped: bool, seed: int) -> None:
         head.forget_reference()
     elif stopped or constants or not head.calibrated:
         head.set_reference(torch.cat([model.predict(part.x).score(head.score) for part in alone.parts()]))
+
+
+def _strength(model: SNGP, rows: Rows, amplitude: float) -> float:
+    """c: how much of the variance the probabilities of rows that belong here bear."""
+    head, losses = model.head, []
+    for strength in _STRENGTHS:
+        head.set_scalars(amplitude=math.sqrt(strength) * amplitude, logit_scale=math.sqrt(1 + strength))
+        probs = predict(model, rows.x).probs
+        assert probs is not None
+        losses.append(-rows.weight * probs.double().gather(1, rows.y[:, None])[:, 0].clamp_min(1e-300).log())
+    best = min(losses, key=lambda loss: float(loss.sum()))
+    worse = [loss - best for loss in losses]
+    allowed = [float(d.mean()) <= float(d.std()) / math.sqrt(len(d)) for d in worse]
+    return _STRENGTHS[allowed.index(True)]
 
 
 def answers_of(model: SNGP, rows: Rows, noise: InputNoise | None = None) -> tuple[Prediction, Tensor] | None:
