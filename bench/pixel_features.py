@@ -31,7 +31,7 @@ from bench.pixel_sources import task_without
 RECORD = ROOT / "results" / "pixel-features.json"
 NUMBERS, DRAWS = (32, 64, 128, 256), 3
 SCORES = ("entropy", "variance", "joined")
-RUNS = list(product((("attach", 8), ("sngp", 8), ("attach", 32)), ("square", "cross")))
+RUNS = list(product((("attach", 8), ("attach", 32), ("sngp", 8)), ("square", "cross")))
 Foreign = dict[str, tuple[torch.Tensor, torch.Tensor]]
 
 
@@ -59,7 +59,7 @@ def evaluate(model: SNGP, task: Task, ood: Foreign) -> dict[str, float]:
     inside = model.predict(x).rows()
     found = {"nll": METRICS["nll"](inside, y.flatten())}
     for name, (pictures, mask) in ood.items():
-        p = model.predict(pictures)
+        p = model.predict(pictures, joined=True)
         for score in SCORES:
             values = p.score(score)
             found[f"{score}/{name}"] = auroc(values[~mask], values[mask])
