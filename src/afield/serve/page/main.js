@@ -34,22 +34,32 @@ async function start() {
 
 function choose(name) {
   state.name = name;
-  const model = state.models.get(name), input = model.inputs[0], about = model.parameters;
+  describe();
+  fill($("answer"));
+  refresh();
+}
+
+function describe() {
+  const model = state.models.get(state.name), input = model.inputs[0], about = model.parameters;
   const text = input.datatype === "BYTES", shape = input.shape.slice(1);
   $("about").textContent = `version ${about.version}, ${model.platform}, ` +
     (about.alpha ? `refuses at most ${percent(about.alpha)} of in-domain inputs` : "not calibrated: refuses nothing") +
     (about.policy ? `. ${about.policy.guarantee}` : "");
   $("input-label").textContent = text ? "Texts, one a line" : "Rows, one a line";
   $("input-help").textContent = text ? "" :
-    (about.features.length ? `Numbers in this order: ${about.features.join(", ")}` : `Numbers of an input of shape ${shape.map((n) => (n < 0 ? "any" : n)).join(" × ") || "any"}, separated by commas`);
-  fill($("answer"));
-  refresh();
+    (about.features.length ? `Values in this order: ${about.features.map((name, j) => name + (about.categories[j] ? ` (${about.categories[j].join(", ")})` : "")).join(", ")}` : `Numbers of an input of shape ${shape.map((n) => (n < 0 ? "any" : n)).join(" × ") || "any"}, separated by commas`);
 }
 
 async function refresh() {
   clearTimeout(state.timer);
+  const name = state.name;
   try {
-    const found = await ask(`/v2/models/${encodeURIComponent(state.name)}/monitor`);
+    const found = await ask(`/v2/models/${encodeURIComponent(name)}/monitor`);
+    if (name !== state.name) return; // another was chosen, and is asked for by itself
+    if (found.version !== state.models.get(state.name).parameters.version) { // it was loaded anew
+      state.models.set(name, await ask(`/v2/models/${encodeURIComponent(name)}`));
+      describe();
+    }
     showDrift(found.drift);
     showRecent(found);
     showReliability(found);
@@ -62,13 +72,19 @@ async function refresh() {
 
 function showDrift(drift) {
   const { alarm } = drift, box = $("alarm");
-  const message = alarm ? `Drift: the alarm rang at row ${alarm.row}; it began about row ${alarm.began + 1}.` : "";
+  const labels = state.models.get(state.name).parameters.labels, of = (k) => labels[k] ?? k;
+  const where = alarm && alarm.group !== null ? ` of the class ${of(alarm.group)}` : "";
+  const message = alarm ? `Drift: the alarm${where} rang at row ${alarm.row}; it began about row ${alarm.began + 1}.` : "";
   if (box.textContent !== message) box.textContent = message; // a screen reader says it once
   box.classList.toggle("ringing", Boolean(alarm));
   $("drift-text").textContent = `${drift.rows} rows, compared with ${drift.reference} reference rows and with each other. ` +
     `Evidence 10^${drift.evidence.toFixed(1)}, the alarm rings at 10^${drift.line.toFixed(1)}. ` +
     `Without drift it ever rings with probability ${drift.alpha} at most.`;
   drawCurve($("curve"), drift);
+  const classes = Object.entries(drift.classes).sort((a, b) => b[1] - a[1]);
+  $("by-class").hidden = !classes.length;
+  fill($("classes"), element("caption", "Evidence of each class as a power of ten; its alarm rings at 0."), row("th", ["class", "evidence"]),
+    ...classes.map(([k, value]) => row("td", [of(k), value.toFixed(1)], ["", value >= 0 ? "number no" : "number"])));
   fill($("smallest"), row("th", ["row", "p-value", "input"]),
     ...drift.smallest.map((s) => row("td", [s.row, number(s.p_value), s.input], ["number", "number", "input"])));
 }
@@ -102,8 +118,7 @@ function showReliability({ expected_accuracy: expected, reliability, risk }) {
 
 async function predict(shape, data) {
   const model = state.models.get(state.name), input = model.inputs[0];
-  const tensor = { name: input.name, shape, datatype: input.datatype === "BYTES" ? "BYTES" : "FP32", data };
-  if (["INT64", "UINT8"].includes(input.datatype)) tensor.datatype = input.datatype;
+  const tensor = { name: input.name, shape, datatype: input.datatype, data };
   const answer = await ask(`/v2/models/${encodeURIComponent(state.name)}/infer`, { inputs: [tensor] });
   const articles = showAnswer(Object.fromEntries(answer.outputs.map((o) => [o.name, o])));
   refresh();
