@@ -4,7 +4,7 @@
     accuracy.add_labels(id, labels)             the right ones
 
 With a folder of state, all of it outlives the process as the watch for drift does: what a call has returned from, the
-next process knows, whatever ended this one (`decide.journal`). A record is JSON: the answers to a request, or its labels.
+next process knows, whatever ended this one (`decide.journal`). A record is JSON: answers to a request, or its labels.
 
     {"id": "a", "label": ["cat"], "probability": [0.9], "accepted": [true]}
     {"id": "a", "right": [true]}
