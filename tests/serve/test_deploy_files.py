@@ -7,6 +7,7 @@ import configparser
 import importlib.util
 import itertools
 import json
+import os
 import re
 import shlex
 import shutil
@@ -134,3 +135,17 @@ def test_commands_have_flags_that_exist():
     assert (DEPLOY / compose["build"]["context"] / compose["build"]["dockerfile"]).is_file()
     copied = [name for line in re.findall(r"^COPY (.*)", dockerfile, re.M) for name in line.split()[:-1]]
     assert all((ROOT / name).exists() for name in copied)
+
+
+def test_it_listens_on_loopback_and_runs_a_thread_for_each_core_unless_told_otherwise():
+    command = serve_flags(["model"])
+    assert (command.host, command.port, command.threads) == ("127.0.0.1", 8080, os.cpu_count())
+
+
+def test_the_service_never_unpickles():
+    """No module on its way imports what could; a cluster of Ray and checkpoints of a training are not on it."""
+    unpickles = r"^\s*(import|from) (pickle|joblib|dill|cloudpickle|shelve|marshal)\b|torch\.load\(|allow_pickle=True"
+    files = [file for file in sorted((ROOT / "src").rglob("*.py")) if re.search(unpickles, file.read_text(), re.M)]
+    assert {file.name for file in files} <= {"ray_cluster.py", "checkpoint.py"}
+        r"^from (afield\.\S+)", "".join(f.read_text() for f in (ROOT / "src/afield/serve").glob("*.py")), re.M
+    )
