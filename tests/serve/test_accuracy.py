@@ -97,6 +97,23 @@ def test_what_waits_for_labels_takes_bounded_room(name: str, value: int, monkeyp
         of.add_labels("r0", ["cat"])
 
 
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs Linux")
+def test_what_waits_for_labels_leaves_no_holes_in_memory():
+    """A hundred bytes each, not the kilobytes that JSON is written into."""
+    script = """if True:
+        from pathlib import Path
+        from tests.serve.test_accuracy import LABELS, answers
+        from afield.serve.accuracy import WAITING, Accuracy
+        pages = lambda: int(Path("/proc/self/statm").read_text().split()[1])
+        of, answer, before = Accuracy(LABELS), answers(1), pages()
+        for i in range(WAITING):
+            of.answered([f"{i:016x}"], [0, 1], answer)
+        print((pages() - before) * 4096 / WAITING)
+    """
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, timeout=60, check=True, text=True)
+    assert 100 < float(done.stdout) < 1000
+
+
 @pytest.mark.parametrize("strange", ["bird", 0, 1.0, None, ["cat"], {}])
 def test_a_label_that_is_no_class_is_refused(strange: Any):
     of = Accuracy(LABELS)

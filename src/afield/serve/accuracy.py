@@ -109,7 +109,7 @@ class Accuracy:
 
     def _wait(self, id: str, record: bytes) -> None:
         self._bytes += len(record) - len(self._waiting.pop(id, b""))
-        self._waiting[id] = record
+        self._waiting[id] = bytes(memoryview(record))  # a copy: orjson leaves holes of kilobytes behind what it made
         while len(self._waiting) > WAITING or self._bytes > WAITING_BYTES:
             self._bytes -= len(self._waiting.popitem(last=False)[1])
 
