@@ -63,6 +63,8 @@ def test_a_classifier(tmp_path: Path):
     folder = estimator.save(tmp_path / "m", policy=rule)
     with running(sources_of([f"m={folder}"], ["nobody:nothing"])) as client:  # an estimator knows its network
         found = check_answers(client, estimator, strange_rows(), tmp_path)
+        short = {"dataframe_records": [{"a": 1.0, "same": 2.0}]}
+        assert "column colour is missing" in client("POST", "/invocations", short)[1]["error"]
         assert client("GET", "/v2/models/m")[1]["parameters"]["policy"]["guarantee"] == rule.guarantee
     assert [row["decision"] == "answer" for row in found] == estimator.decide(strange_rows(), rule).tolist()
     assert [row["label"] for row in found] == estimator.predict(strange_rows()).tolist()

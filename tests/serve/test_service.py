@@ -585,29 +585,6 @@ def test_what_cannot_be_served_is_told(tmp_path: Path):
         sources_of([str(tmp_path / "bad.onnx")])[0].open(tmp_path / "bad.onnx")
 
 
-@pytest.mark.slow  # scikit-learn takes seconds to import
-def test_an_estimator_is_saved_without_pickle_and_served(tmp_path: Path):
-    pandas = pytest.importorskip("pandas")
-    rng = np.random.default_rng(0)
-    table = pandas.DataFrame(rng.normal(size=(200, 3)), columns=["a", "b", "c"])
-    small = {"max_iter": 2, "early_stopping": False, "depth": 1, "width": 8, "num_random_features": 32}
-    estimator = afield.SNGPClassifier(**small, random_state=0)
-    estimator.fit(table, np.where(table["a"] > 0, "yes", "no"))
-    folder = estimator.save(tmp_path / "table")
-    with running(sources_of([str(folder)])) as client:
-        # Fresh ones: the service reads float32, and a row of the reference is a tie with itself.
-        rows = pandas.DataFrame(rng.normal(size=(4, 3)), columns=["a", "b", "c"])
-        mixed = [{"c": r.c, "a": r.a, "b": r.b} for r in rows.itertuples()]
-        status, answer, _ = client("POST", "/invocations", {"dataframe_records": mixed})
-        assert status == 200, answer
-        assert [row["label"] for row in answer["predictions"]] == estimator.predict(rows).tolist()
-        with pytest.warns(UserWarning, match="smallest p-value"):
-            p_values = estimator.p_value(rows)
-        assert [row["p_value"] for row in answer["predictions"]] == pytest.approx(p_values, rel=1e-5)
-        short = {"dataframe_records": [{"a": 1.0, "b": 2.0}]}
-        assert "column c is missing" in client("POST", "/invocations", short)[1]["error"]
-
-
 def test_a_network_that_refuses_its_rows_says_why(tmp_path: Path):
     class Odd(nn.Module):
         def __init__(self) -> None:
