@@ -1,5 +1,6 @@
 """What is served besides folders of `afield.save`: ONNX exports without torch, Hugging Face models by their texts."""
 
+import dataclasses
 import functools
 import json
 import os
@@ -141,7 +142,8 @@ def test_texts_are_answered_as_the_classifier_answers_them(tmp_path: Path):
     ids = torch.randint(5, len(words), (300, 6))
     afield.fit_posterior(model, [{"input_ids": ids, "labels": torch.arange(300) % 2}])
     afield.calibrate(model, [{"input_ids": ids, "labels": torch.arange(300) % 2}])
-    save_pretrained(model, tmp_path / "texts", tokenizer)
+    rule = afield.policy(false_alarms=0.05)
+    save_pretrained(model, tmp_path / "texts", tokenizer, metadata={"policy": dataclasses.asdict(rule)})
     texts = ["where is my card", "play a song", "pay"]
     expected = TextClassifier.from_pretrained(tmp_path / "texts")(texts, alpha=0.05)
     with running(sources_of([str(tmp_path / "texts")])) as client:
@@ -151,6 +153,7 @@ def test_texts_are_answered_as_the_classifier_answers_them(tmp_path: Path):
         found = columns(answer)
         assert found["label"] == [row["label"] for row in expected]
         assert found["p_value"] == pytest.approx([row["p_value"] for row in expected], abs=1e-5)
+        assert [decision == "answer" for decision in found["decision"]] == [row["accepted"] for row in expected]
         entry["shape"] = [3, 1]  # as MLServer's clients send texts
         assert columns(client("POST", "/v2/models/texts/infer", {"inputs": [entry]})[1])["label"] == found["label"]
         plain = client("POST", "/invocations", {"inputs": texts})[1]["predictions"]
