@@ -13,9 +13,10 @@ ks hidden, mmd hidden   on the 32 principal components of hidden vectors: KS for
                         MMD. Their documentation reduces dimensions first, too
 
 KS and MMD are those of alibi-detect's `KSDrift` and `MMDDrift`: asymptotic KS with Bonferroni's correction;
-the unbiased MMD^2 with a Gaussian kernel of median width. alibi-detect 0.13 wants NumPy 1, so they are written here,
-KS checked against scipy. Their tests are for one batch; that the stream of 1,500 rows has 5% in all, each batch is
-tested at 5% times its part of the stream (Bonferroni again), for which its length must be known.
+the unbiased MMD^2 with a Gaussian kernel of median width. alibi-detect 0.13 wants NumPy 1, so they are written
+here; `tests/decide/test_bench_drift.py` compares both with its own. Their tests are for one batch; that the stream of
+1,500 rows has 5% in all, each batch is tested at 5% times its part of the stream (Bonferroni again), for which its
+length must be known.
 
 cifar10     the public ResNet-56 with `afield.attach`, from test images to corrupted ones (three kinds)
 clinc       MiniLM, frozen, 100 intents; from these to the other 50

@@ -14,15 +14,38 @@ import http.client
 import json
 import random
 import socket
+import tempfile
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
+
+import numpy as np
+import torch
+
+import afield
+from afield.model.hidden import draw_examples
+from afield.serve.engine import TEXT, Arrays, TensorSpec
+from afield.serve.explain import explainer
+from afield.serve.models import Source
+from afield.serve.open_torch import open_sngp
+from tests.serve.conftest import fitted, running
 
 METHODS = ("GET", "POST", "PUT", "DELETE", "HEAD", "OPTIONS", "PATCH", "TRACE", "X")
 PATHS = (
     *("/", "/v2", "/v2/", "/v2/health/live", "/v2/health/ready", "/v2/models", "/v2/models/m", "/v2/models/m/ready"),
     *("/v2/models/m/infer", "/v2/models/m/versions/x/infer", "/v2/models//infer", "/v2/models/%00/infer", "/metrics"),
-    *("/v2/models/m/labels", "/v2/models/m/monitor", "/invocations", "/page/main.js", "/page/../app.py", "//", "/ping"),
+    *(
+        "/v2/models/m/labels",
+        "/v2/models/m/explain",
+        "/v2/models/texts/infer",
+        "/v2/models/m/monitor",
+        "/invocations",
+        "/page/main.js",
+        "/page/../app.py",
+        "//",
+        "/ping",
+    ),
     *("/v2/models/" + "m" * 5000, "/v2/models/%ff%fe", "/?a=%", "/page/%2e%2e%2fapp.py"),
 )
 ODD: tuple[Any, ...] = (
@@ -84,8 +107,7 @@ def fuzz(port: int, requests: int, seed: int = 0) -> Found:
 
 def make_request(rng: random.Random) -> tuple[str, str, dict[str, str], bytes]:
     """A request that is right but for some damage."""
-    content = right_request(rng)
-    path = "/invocations" if "inputs" not in content or not isinstance(content["inputs"][0], dict) else PATHS[8]
+    path, content = right_request(rng)
     for _ in range(rng.choice((0, 1, 1, 2, 5))):
         content = spoil(content, rng)
     body = json.dumps(content).encode()
@@ -95,16 +117,22 @@ def make_request(rng: random.Random) -> tuple[str, str, dict[str, str], bytes]:
     return method, path if rng.random() < 0.85 else rng.choice(PATHS), dict(rng.choice(HEADERS)), body
 
 
-def right_request(rng: random.Random) -> Any:
+def right_request(rng: random.Random) -> tuple[str, Any]:
+    """A path, and a body that it takes."""
     rows = [[rng.uniform(-3, 3) for _ in range(2)] for _ in range(rng.choice((1, 2, 5)))]
+    tensor = {"name": "input", "shape": [len(rows), 2], "datatype": "FP32", "data": rows}
+    texts = {"name": "text", "shape": [2, 1], "datatype": "BYTES", "data": ["a b", "c"]}
+    model = "/v2/models/m"
     return rng.choice(
         (
-            {"id": "a", "inputs": [{"name": "input", "shape": [len(rows), 2], "datatype": "FP32", "data": rows}]},
-            {"inputs": rows},
-            {"instances": [{"input": row} for row in rows]},
-            {"dataframe_split": {"columns": ["a", "b"], "data": rows}},
-            {"dataframe_records": [dict(zip("ab", row, strict=True)) for row in rows]},
-            {"id": "a", "labels": [0] * len(rows)},
+            *2 * ((f"{model}/infer", {"id": rng.choice("abc"), "inputs": [tensor]}),),
+            (f"{model}/explain", {"inputs": [tensor]}),
+            (f"{model}/labels", {"id": rng.choice("abc"), "labels": [rng.randrange(3) for _ in rows]}),
+            ("/v2/models/texts/infer", {"inputs": [texts]}),
+            ("/invocations", {"inputs": rows}),
+            ("/invocations", {"instances": [{"input": row} for row in rows]}),
+            ("/invocations", {"dataframe_split": {"columns": ["a", "b"], "data": rows}}),
+            ("/invocations", {"dataframe_records": [dict(zip("ab", row, strict=True)) for row in rows]}),
         )
     )
 
@@ -189,17 +217,27 @@ def _still_right(port: int) -> bool:
         connection.close()
 
 
-def main() -> None:
-    from afield.serve.models import Source
-    from afield.serve.open_torch import open_sngp
-    from tests.serve.conftest import fitted, running
+def served() -> list[Source]:
+    """A model that explains and decides, and one of texts; what they answer with is as in a service of a user."""
+    rows, rule = fitted(), afield.policy(false_alarms=0.05)
+    examples = [(torch.randn(40, 2, generator=torch.Generator().manual_seed(0)), torch.arange(40) % 3)]
+    explain = explainer(rows, draw_examples(rows, examples, 20), lambda arrays: torch.from_numpy(arrays["input"]))
+    engine = replace(open_sngp(rows, policy=rule), explain=explain)
 
+    def of_texts(arrays: Arrays) -> Arrays:
+        counts = [[len(text) / 10 - 1, text.count(" ")] for text in arrays["text"].tolist()]
+        return engine.run({"input": np.array(counts, dtype=np.float32)})
+
+    texts = replace(engine, inputs=(TensorSpec("text", TEXT, (-1,)),), run=of_texts, identity="texts", explain=None)
+    return [Source("m", lambda path: engine), Source("texts", lambda path: texts)]
+
+
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    engine = open_sngp(fitted())
-    with running([Source("m", lambda path: engine)]) as client:
+    with tempfile.TemporaryDirectory() as state, running(served(), state=Path(state), risk=0.1) as client:
         found = fuzz(client.port, options.requests, options.seed)
     print(dict(found.statuses), *found.failures[:20], sep="\n")
     raise SystemExit(bool(found.failures))

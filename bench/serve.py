@@ -1,6 +1,7 @@
 """The service under load, on the loopback interface of one machine: against the bare model in a loop, and over time.
 
     python -m bench.serve [--requests 4000] [--long 100000]        writes results/serve.json; --long 0 keeps its memory
+    python -m bench.serve --memory                                 memory alone, the rest of the record stays
 
 bare        one thread calls the model on one row after the other, as a program without a service would: rows a second
 service     `afield serve` in a process of its own, 32 clients in another one, each with one connection and one row a
@@ -11,7 +12,7 @@ cpu share   the same by processor time, of the bare call and of the service's pr
 floor       `bench/serve_echo.py`: the same server and sockets, and an application that sends one answer to everybody
 mlserver    MLServer (AFIELD_MLSERVER=FOLDER/bin/mlserver, a virtual environment of its own with onnxruntime) with the
             same ONNX file, batching as the service does: its batches of 64 rows, 2 ms
-memory      of the service's process before and after many requests
+memory      of the service's process after each tenth of many requests; its folder of state is written too
 """
 
 import argparse
@@ -225,39 +226,57 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=4000)
     parser.add_argument("--long", type=int, default=100_000)
+    parser.add_argument("--memory", action="store_true")
     options = parser.parse_args()
     from afield.model.saving import write_file
 
-    record: dict[str, Any] = {"command": "python -m bench.serve", "cores": os.cpu_count(), "clients": CLIENTS}
-    record["requests"], record["load"] = options.requests, round(os.getloadavg()[0], 1)  # of others, at the beginning
-    if not options.long and RECORD.is_file():  # measured before
-        record["memory"] = json.loads(RECORD.read_text())["memory"]
-    record["models"] = {}
+    before: dict[str, Any] = json.loads(RECORD.read_text()) if RECORD.is_file() else {}
+    record = before if options.memory else {"command": "python -m bench.serve", "cores": os.cpu_count()}
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        for name, (arguments, run, rows) in models(folder).items():
-            count = options.requests if "ResNet" not in name else options.requests // 4
-            service = Service([*arguments, "--log-level", "warning"], folder)
-            try:
-                record["models"][name] = compare(name, run, service, rows, count)
-                if "ONNX" in name:
-                    record["others"] = others(str(folder / "m.onnx"), rows, count, folder)
-                if "ONNX" in name and options.long:
-                    record["memory"] = long_run(service, rows, options.long)
-            finally:
-                service.stop()
+        served = models(folder)
+        if not options.memory:
+            record |= measure_load(served, options.requests, folder)
+        record["memory"] = measure_memory(served, options.long, folder) if options.long else before["memory"]
     write_file(RECORD, (json.dumps(record, indent=1) + "\n").encode())
 
 
-def long_run(service: Service, rows: list[np.ndarray], count: int) -> dict[str, float]:
-    """Memory after a tenth of the requests, and after all."""
-    payloads = [request(row, service.input_name()) for row in rows]
-    load_elsewhere(service.port, payloads, count // 10)
-    before = service.megabytes()
-    found = load_elsewhere(service.port, payloads, count - count // 10)
-    grown = {"requests": count, "megabytes_before": before, "megabytes_after": service.megabytes()} | found
-    print(json.dumps(grown), flush=True)
-    return grown
+def measure_load(served: dict[str, Any], requests: int, folder: Path) -> dict[str, Any]:
+    """Every model against its loop; beside the ONNX file the floor and MLServer."""
+    record: dict[str, Any] = {"clients": CLIENTS, "requests": requests, "load": [load_of_others()], "models": {}}
+    for name, (arguments, run, rows) in served.items():
+        count = requests if "ResNet" not in name else requests // 4
+        service = Service([*arguments, "--log-level", "warning"], folder)
+        try:
+            record["models"][name] = compare(name, run, service, rows, count)
+            if "ONNX" in name:
+                record["others"] = others(str(folder / "m.onnx"), rows, count, folder)
+        finally:
+            service.stop()
+        record["load"].append(load_of_others())
+    return record
+
+
+def load_of_others() -> float:
+    """Programs that want to run, the mean of a minute: before the measurement those of others, later ours too."""
+    return round(os.getloadavg()[0], 1)
+
+
+def measure_memory(served: dict[str, Any], count: int, folder: Path) -> dict[str, Any]:
+    """Memory of a service of the ONNX file after each tenth of the requests."""
+    arguments, _, rows = next(of for name, of in served.items() if "ONNX" in name)
+    service = Service([*arguments, "--log-level", "warning", "--state", str(folder / "state")], folder)
+    try:
+        payloads = [request(row, service.input_name()) for row in rows]
+        parts = [
+            load_elsewhere(service.port, payloads, count // 10) | {"megabytes": service.megabytes()} for _ in range(10)
+        ]
+    finally:
+        service.stop()
+    megabytes = [round(part["megabytes"], 1) for part in parts]
+    found = {"requests": count, "megabytes": megabytes, "after_a_tenth": megabytes[0], "after_all": megabytes[-1]}
+    print(json.dumps(found), flush=True)
+    return found
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ class Client:
 
     def __call__(self, method: str, path: str, body: Any = None, **headers: str) -> tuple[int, Any, dict[str, str]]:
         """Status, the JSON of the answer (else its text) and its headers."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=20)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)  # machines are busy
         with contextlib.closing(connection):
             content = body if isinstance(body, bytes | None) else json.dumps(body).encode()
             connection.request(method, path, content, self.headers | headers)
@@ -63,7 +63,7 @@ def running(sources: list[Source], **options: Any) -> Iterator[Client]:
         yield Client(listening.getsockname()[1], service, server)
     finally:
         server.should_exit = True
-        thread.join(20)
+        thread.join(60)
         assert not thread.is_alive()
 
 

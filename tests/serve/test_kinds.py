@@ -1,5 +1,7 @@
 """What is served besides folders of `afield.save`: ONNX exports without torch, Hugging Face models by their texts."""
 
+import dataclasses
+import functools
 import json
 import os
 import re
@@ -43,6 +45,11 @@ def post(url: str, body: Any) -> Any:
     raise AssertionError("no answer")
 
 
+def get(url: str) -> Any:
+    with urllib.request.urlopen(url, timeout=20) as answer:
+        return json.load(answer)
+
+
 @pytest.mark.parametrize("path", ["clouds.onnx", "clouds/1/model.onnx"])
 def test_an_onnx_export_is_served_without_torch(path: str, tmp_path: Path):
     pytest.importorskip("onnxscript")
@@ -59,32 +66,40 @@ def test_an_onnx_export_is_served_without_torch(path: str, tmp_path: Path):
         assert found["label"] == [["a", "b", "c"][k] for k in p.labels]
         if Path("/proc/self/maps").exists():
             assert "libtorch" not in Path(f"/proc/{process.pid}/maps").read_text()
-        with urllib.request.urlopen(f"{url}v2/models/clouds", timeout=20) as answer:
-            about = json.load(answer)
+        about = get(f"{url}v2/models/clouds")
         assert about["parameters"]["num_reference"] == model.head.reference.numel()
     finally:
         process.send_signal(signal.SIGTERM)
         assert process.wait(30) == 0
 
 
-def test_kill_9_leaves_a_watch_that_goes_on(tmp_path: Path):
+def has_counted(url: str, rows: int) -> bool:
+    return bool(get(f"{url}v2/models/m/monitor")["drift"]["rows"] >= rows)
+
+
+def test_kill_9_leaves_a_watch_and_labels_that_go_on(tmp_path: Path):
     pytest.importorskip("onnxscript")
     afield.export.export(fitted(), tmp_path / "m.onnx", torch.randn(8, 2))
-    body = {"inputs": [{"name": "input", "shape": [8, 2], "datatype": "FP32", "data": torch.randn(8, 2).tolist()}]}
-    rows = []
-    for _ in range(2):
-        process, url = start([str(tmp_path / "m.onnx"), "--state", str(tmp_path / "state")], tmp_path / "log")
+    tensor = {"name": "input", "shape": [8, 2], "datatype": "FP32", "data": torch.randn(8, 2).tolist()}
+    found = []
+    for run in range(2):
+        options = ["--risk", ".3", "--state", str(tmp_path / "state")]
+        process, url = start([str(tmp_path / "m.onnx"), *options], tmp_path / "log")
         try:
-            post(f"{url}v2/models/m/infer", body)
-            deadline, found = time.monotonic() + 10, {"rows": 0}
-            while time.monotonic() < deadline and found["rows"] < 8 * (len(rows) + 1):
-                with urllib.request.urlopen(f"{url}v2/models/m/monitor", timeout=20) as answer:
-                    found = json.load(answer)["drift"]
-            rows.append(found["rows"])
+            answer = post(f"{url}v2/models/m/infer", {"id": f"run {run}", "inputs": [tensor]})
+            wait_for(functools.partial(has_counted, url, 8 * (run + 1)))
+            if run == 0:
+                told = {"id": "run 0", "labels": columns(answer)["label"]}
+                counted = post(f"{url}v2/models/m/labels", told)
+            found.append(get(f"{url}v2/models/m/monitor"))
         finally:
             os.kill(process.pid, signal.SIGKILL)
             process.wait(30)
-    assert rows == [8, 16]
+    assert [summary["drift"]["rows"] for summary in found] == [8, 16]
+    assert counted["accepted"] > 0
+    assert [summary["risk"]["answers"] for summary in found] == [counted["accepted"]] * 2
+    assert found[0]["reliability"] == found[1]["reliability"]
+    assert found[1]["expected_accuracy"]["count"] == 2 * counted["accepted"]
 
 
 @pytest.mark.parametrize("task", ["two-moons", "toy-regression"])
@@ -127,7 +142,8 @@ def test_texts_are_answered_as_the_classifier_answers_them(tmp_path: Path):
     ids = torch.randint(5, len(words), (300, 6))
     afield.fit_posterior(model, [{"input_ids": ids, "labels": torch.arange(300) % 2}])
     afield.calibrate(model, [{"input_ids": ids, "labels": torch.arange(300) % 2}])
-    save_pretrained(model, tmp_path / "texts", tokenizer)
+    rule = afield.policy(false_alarms=0.05)
+    save_pretrained(model, tmp_path / "texts", tokenizer, metadata={"policy": dataclasses.asdict(rule)})
     texts = ["where is my card", "play a song", "pay"]
     expected = TextClassifier.from_pretrained(tmp_path / "texts")(texts, alpha=0.05)
     with running(sources_of([str(tmp_path / "texts")])) as client:
@@ -137,6 +153,7 @@ def test_texts_are_answered_as_the_classifier_answers_them(tmp_path: Path):
         found = columns(answer)
         assert found["label"] == [row["label"] for row in expected]
         assert found["p_value"] == pytest.approx([row["p_value"] for row in expected], abs=1e-5)
+        assert [decision == "answer" for decision in found["decision"]] == [row["accepted"] for row in expected]
         entry["shape"] = [3, 1]  # as MLServer's clients send texts
         assert columns(client("POST", "/v2/models/texts/infer", {"inputs": [entry]})[1])["label"] == found["label"]
         plain = client("POST", "/invocations", {"inputs": texts})[1]["predictions"]

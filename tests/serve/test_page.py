@@ -3,14 +3,19 @@
 import dataclasses
 import os
 import shutil
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from torch import nn
 
+import afield
 from afield.model.hidden import draw_examples
+from afield.serve.engine import Arrays, Engine, TensorSpec
 from afield.serve.explain import explainer
 from afield.serve.models import Source
 from afield.serve.open_torch import open_sngp
@@ -106,7 +111,7 @@ def test_the_page_in_a_browser(browser: Any, client: Client, tmp_path: Path):
     wait_for(lambda: "the alarm rang at row" in text(browser, "alarm"))
     wait_for(lambda: "can be promised any more" in text(browser, "reliability-text"))
     assert browser.find_elements("css selector", "#curve .limit")
-    assert browser.find_elements("css selector", "#reliability circle")
+    wait_for(lambda: browser.find_elements("css selector", "#reliability circle"))
     keep_screenshot(browser, "alarm", tmp_path)
 
     dark = {"features": [{"name": "prefers-color-scheme", "value": "dark"}]}
@@ -137,3 +142,108 @@ def test_the_keyboard_is_enough(browser: Any, client: Client):
         "e => !(e.labels && e.labels.length) && !e.getAttribute('aria-labelledby')).map(e => e.id)"
     )
     assert unnamed == []
+
+
+def png(red: int, green: int, blue: int, size: int = 12) -> bytes:
+    """A picture of one colour."""
+    rows = (b"\0" + bytes((red, green, blue)) * size) * size
+
+    def chunk(kind: bytes, content: bytes) -> bytes:
+        check = zlib.crc32(kind + content)
+        return len(content).to_bytes(4, "big") + kind + content + check.to_bytes(4, "big")
+
+    head = size.to_bytes(4, "big") * 2 + bytes((8, 2, 0, 0, 0))
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")
+
+
+def on_images() -> Engine:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 36, 3))
+    model = afield.attach(net, num_random_features=32)
+    x, y = torch.rand(90, 3, 8, 8), torch.arange(90) % 3
+    afield.fit_posterior(model, [(x, y)])
+    afield.calibrate(model, [(torch.rand(300, 3, 8, 8), torch.arange(300) % 3)], per_class=True)
+    kept = draw_examples(model, [(x, y)], 10)
+    explain = explainer(model, kept, lambda arrays: torch.from_numpy(arrays["input"]), labels=LABELS)
+    return dataclasses.replace(open_sngp(model.eval(), labels=LABELS, shape=(3, 8, 8)), explain=explain)
+
+
+def on_texts() -> Engine:
+    """By their length and their number of words."""
+    rows = open_sngp(fitted(), labels=LABELS)
+
+    def run(arrays: Arrays) -> Arrays:
+        counts = np.array([[len(text) / 10 - 1, text.count(" ")] for text in arrays["text"]], dtype=np.float32)
+        return rows.run({"input": counts})
+
+    return dataclasses.replace(rows, inputs=(TensorSpec("text", "BYTES", (-1,)),), run=run, identity="texts")
+
+
+def on_tables() -> Engine:
+    rows = open_sngp(fitted())
+    return dataclasses.replace(
+        rows, identity="table", features=("size", "colour"), categories={1: ("red", "light blue")}
+    )
+
+
+def drop(browser: Any, name: str, kind: str, content: bytes) -> None:
+    browser.execute_script(
+        "const data = new DataTransfer();"
+        "data.items.add(new File([new Uint8Array(arguments[2])], arguments[0], {type: arguments[1]}));"
+        "document.getElementById('try').dispatchEvent(new DragEvent('drop', {dataTransfer: data, bubbles: true}));",
+        *(name, kind, list(content)),
+    )
+
+
+def choose(browser: Any, name: str) -> None:
+    from selenium.webdriver.support.ui import Select
+
+    Select(browser.find_element("id", "model")).select_by_value(name)
+
+
+def test_images_texts_and_tables_are_tried_by_dropping_them(browser: Any, tmp_path: Path):
+    engines = {"images": on_images(), "texts": on_texts(), "tables": on_tables()}
+    sources = [Source(name, lambda path, engine=engine: engine) for name, engine in engines.items()]
+    with running(sources) as client:
+        browser.get(f"http://127.0.0.1:{client.port}/")
+        wait_for(lambda: "shape 3" in text(browser, "input-help"))
+        drop(browser, "red.png", "image/png", png(255, 0, 0))
+        wait_for(lambda: browser.find_elements("css selector", "#answer .nearest canvas"))
+        wait_for(lambda: "3 x 8 x 8, mean 0.333" in text(browser, "recent"))  # scaled to the shape and to 0 to 1
+        keep_screenshot(browser, "image", tmp_path)
+        for _ in range(3):  # one class drifts, and is named
+            rows = torch.full((30, 3, 8, 8), 5.0)
+            client.infer(rows, "images")
+        wait_for(lambda: "the alarm" in text(browser, "alarm"))
+        browser.execute_script("document.getElementById('by-class').open = true")
+        wait_for(lambda: any(label in text(browser, "classes") for label in LABELS))
+        keep_screenshot(browser, "by-class", tmp_path)
+
+        choose(browser, "texts")
+        wait_for(lambda: text(browser, "input-label").startswith("Texts"))
+        wait_for(lambda: text(browser, "alarm") == "")
+        drop(browser, "some.txt", "text/plain", b"where is it\nhere\n")
+        wait_for(lambda: len(browser.find_elements("css selector", "#answer article")) == 2)
+        wait_for(lambda: "where is it" in text(browser, "recent"))
+
+        choose(browser, "tables")
+        wait_for(lambda: "colour (red, light blue)" in text(browser, "input-help"))
+        drop(browser, "t.csv", "text/csv", b"colour,size\nlight blue,0.5\npink,0.25\n")
+        wait_for(lambda: "0.5, 1" in text(browser, "recent"))
+        assert "0.25, -1" in text(browser, "recent")  # a colour that nobody knows
+        drop(browser, "t.csv", "text/csv", b"size\n1\n")
+        wait_for(lambda: "The column colour is missing" in text(browser, "answer"))
+
+
+def test_a_model_that_is_loaded_anew_is_described_anew(browser: Any):
+    engines = [dataclasses.replace(open_sngp(fitted()), identity="first" * 3)]
+    with running([Source("m", lambda path: engines[-1])]) as client:
+        browser.get(f"http://127.0.0.1:{client.port}/")
+        wait_for(lambda: "version firstfirstfi," in text(browser, "about"))
+        engines.append(dataclasses.replace(open_sngp(fitted(1), labels=LABELS), identity="second" * 3))
+        models = client.service.models
+        before = models.current["m"]
+        version = models._open(models.sources[0], None, Path(), before)
+        models._publish("m", before, {version.name: version})
+        wait_for(lambda: "version secondsecond," in text(browser, "about"))
+        assert any(label in try_rows(browser, "0.1, 0.2") for label in LABELS)

@@ -3,10 +3,10 @@
     with WatchFile(folder, watch) as kept:        goes on with what is in the folder, if it is of the same watch
         kept.update(scores, classes, inputs)      as `Watch.update`
 
-Rows are appended to the journal in one write for each call, and a process that is killed leaves them to the kernel:
-nothing that `update` returned from is lost by kill -9. The next process reads the snapshot, replays the journal, and is
-in the same state to the bit, because the numbers that break ties are a function of the seed and the row. A record that
-was cut short is dropped. Every `SNAPSHOT` rows a new snapshot is put in place in one step; it names a new journal.
+Rows are appended to the journal in one write for each call: nothing that `update` returned from is lost by kill -9. The
+next process reads the snapshot, replays the journal, and is in the same state to the bit, because the numbers that
+break ties are a function of the seed and the row. A record that was cut short is dropped. Every `SNAPSHOT` rows a new
+snapshot is put in place in one step; it names a new journal.
 """
 
 import contextlib
@@ -14,7 +14,6 @@ import io
 import json
 import os
 import struct
-import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -22,13 +21,13 @@ from typing import Any
 import numpy as np
 
 from afield.decide.drift import Watch, as_scores
-from afield.errors import Busy
+from afield.decide.journal import Journal, lock_folder, read_journal, unlock
 from afield.model.files import read_arrays, write_file
 
 SNAPSHOT = 20_000  # rows
 STATE = "drift.npz"
-FORMAT = 1
-_RECORD = struct.Struct("<dqII")  # score, class (-1: none), bytes of the input as JSON, CRC-32
+FORMAT = 2
+_ROW = struct.Struct("<dq")  # score, class (-1: none); behind them the input as JSON, if it is kept
 _ABOUT = "about"
 
 
@@ -41,13 +40,13 @@ class WatchFile:
     def __init__(self, folder: str | os.PathLike[str], watch: Watch, *, identity: str = "") -> None:
         self.folder, self.identity = Path(folder), identity
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._lock = _lock(self.folder)
-        self._journal = -1
+        self._lock = lock_folder(self.folder)
+        self._journal = Journal(self.folder, "drift")
         try:
             self.watch = self._read() or watch
             self._snapshot()
         except BaseException:
-            self._unlock()
+            self._let_go()
             raise
 
     def __enter__(self) -> "WatchFile":
@@ -63,13 +62,11 @@ class WatchFile:
         kept = {entry.row: entry.input for entry in watch.smallest if entry.row > before}
         values = as_scores(scores)
         labels = np.full(len(values), -1) if watch.num_classes is None else np.asarray(classes)
-        records = (
-            _pack(score, label, kept.get(row))
-            for row, score, label in zip(
-                range(before + 1, watch.rows + 1), values.tolist(), labels.tolist(), strict=True
-            )
+        rows = range(before + 1, watch.rows + 1)
+        self._journal.append(
+            _ROW.pack(score, label) + (b"" if kept.get(row) is None else json.dumps(kept[row]).encode())
+            for row, score, label in zip(rows, values.tolist(), labels.tolist(), strict=True)
         )
-        os.write(self._journal, b"".join(records))
         if watch.rows - self._snapshot_rows >= SNAPSHOT:
             self._snapshot()
         return p_values
@@ -78,8 +75,7 @@ class WatchFile:
         """Write a last snapshot, and let the folder go."""
         with contextlib.suppress(OSError):  # the journal has it all
             self._snapshot()
-        os.close(self._journal)
-        self._unlock()
+        self._let_go()
 
     def _read(self) -> Watch | None:
         """The watch as the last process left it; None: there is none, or it was of another model."""
@@ -88,26 +84,24 @@ class WatchFile:
         watch, about = load_watch(self.folder / STATE)
         if about.get("identity") != self.identity:
             return None
-        _replay(watch, self.folder / Path(str(about["journal"])).name)
+        for record in read_journal(self.folder / Path(str(about["journal"])).name):
+            (score, label), shown = _ROW.unpack_from(record), record[_ROW.size :]
+            watch.update([score], None if label < 0 else [label], [json.loads(shown)] if shown else None)
         return watch
 
     def _snapshot(self) -> None:
-        """Replace snapshot and journal. Until the snapshot is in place, the old ones stand."""
-        name = f"drift-{self.watch.rows}.log"
-        new = os.open(self.folder / f".{name}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o666)
-        save_watch(self.watch, self.folder / STATE, {"identity": self.identity, "journal": name})
-        os.replace(self.folder / f".{name}", self.folder / name)
-        if self._journal >= 0:
-            os.close(self._journal)
-        self._journal, self._snapshot_rows = new, self.watch.rows
-        for old in self.folder.glob("drift-*.log"):
-            if old.name != name:
-                old.unlink(missing_ok=True)
+        """Replace snapshot and journal."""
 
-    def _unlock(self) -> None:
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
+        def write(name: str) -> None:
+            save_watch(self.watch, self.folder / STATE, {"identity": self.identity, "journal": name})
+
+        self._journal.begin(self.watch.rows, write)
+        self._snapshot_rows = self.watch.rows
+
+    def _let_go(self) -> None:
+        self._journal.close()
+        unlock(self._lock)
+        self._lock = None
 
 
 def save_watch(watch: Watch, file: Path, about: dict[str, Any]) -> None:
@@ -129,37 +123,3 @@ def load_watch(file: Path) -> tuple[Watch, dict[str, Any]]:
         return Watch.restore(about["watch"], arrays), about
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{file} is no state of a watch, or damaged: {error}. Delete it to begin anew.") from error
-
-
-def _pack(score: float, label: int, shown: Any) -> bytes:
-    payload = b"" if shown is None else json.dumps(shown).encode()
-    head = struct.pack("<dqI", score, label, len(payload))
-    return head + struct.pack("<I", zlib.crc32(head + payload)) + payload
-
-
-def _replay(watch: Watch, journal: Path) -> None:
-    """Give the watch the rows of a journal, up to the first record that is not whole."""
-    content = journal.read_bytes() if journal.is_file() else b""
-    at = 0
-    while at + _RECORD.size <= len(content):
-        score, label, size, check = _RECORD.unpack_from(content, at)
-        payload = content[at + _RECORD.size : at + _RECORD.size + size]
-        if len(payload) < size or zlib.crc32(content[at : at + _RECORD.size - 4] + payload) != check:
-            break
-        watch.update([score], None if label < 0 else [label], [json.loads(payload)] if size else None)
-        at += _RECORD.size + size
-
-
-def _lock(folder: Path) -> int | None:
-    """Hold the folder; the lock ends with the process. Where there are no such locks, nothing is held."""
-    try:
-        import fcntl
-    except ImportError:  # Windows
-        return None
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        os.close(handle)
-        raise Busy(f"{folder} is in use by another process that watches for drift. Give each its own.") from error
-    return handle

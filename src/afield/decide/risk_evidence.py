@@ -45,6 +45,11 @@ class RiskEvidence:
             self.errors += one
             self.alarm = self.alarm or self.log_evidence() >= -math.log(self.alpha)
 
+    def resume(self, count: int, errors: int, *, alarm: bool = False) -> None:
+        """Go on from these counts; `alarm`: it has rung at this risk before."""
+        self.count, self.errors = count, errors
+        self.alarm = alarm or self.log_evidence() >= -math.log(self.alpha)
+
     def log_evidence(self, risk: float | None = None) -> float:
         """The logarithm of the evidence against this risk; None: the one that was asked for."""
         r = self.risk if risk is None else risk

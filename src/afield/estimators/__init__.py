@@ -270,6 +270,10 @@ class SNGPRegressor(MultiOutputMixin, RegressorMixin, SNGPEstimator):
             variance=standard.variance * self._target_scale.square(),
         )
 
+    def _variance_in_units(self, variance: Tensor) -> Tensor:
+        scale = self._target_scale.square()
+        return variance * scale if len(scale) == 1 or variance.dim() == 2 else variance[:, None] * scale
+
     def _shaped(self, values: Tensor) -> Floats:
         return (values[:, 0] if self._one_dimensional else values).numpy()
 

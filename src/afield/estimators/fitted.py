@@ -47,14 +47,7 @@ class Fitted(BaseEstimator):
     def ood_score(self, X: ArrayLike) -> Floats:
         """How far (N,) each row lies from the training data: higher is further."""
         table = self._checked(X)
-        # Without held-out rows a prediction does not know which score was asked for.
-        name = None if self.get_params()["detection_score"] is None else self.model_.head.score
-        score = predict(self.model_, torch.tensor(table)).score(name).numpy()
-        # What never changed in training tells nothing about how far it is now: beyond all that was seen.
-        strange = self._changes(table)
-        reference = self.model_.head.reference
-        beyond = np.maximum(score, float(reference.max()) if len(reference) else 0.0)
-        return np.where(strange > 0, beyond + strange, score)
+        return self._score(table, predict(self.model_, torch.tensor(table)))
 
     def score_samples(self, X: ArrayLike) -> Floats:
         """How much (N,) each row is like the training data: higher is nearer, as in scikit-learn's detectors."""
@@ -105,17 +98,19 @@ class Fitted(BaseEstimator):
         neighbours: int = 0,
         X: ArrayLike | None = None,
         y: ArrayLike | None = None,
+        policy: Policy | None = None,
     ) -> Path:
         """Write the estimator to a folder, without pickle: `load` reads it, and `afield serve FOLDER` serves it.
 
         neighbours  how many rows of the training data `X` (N, columns) and `y` (N,) are kept beside it, for the page
+        policy      of `policy`, by which the service then decides
         """
         check_is_fitted(self, "model_")
         train: list[Any] | None = None
         if X is not None:
             rows = torch.tensor(self._checked(X))
             train = [rows if y is None else (rows, self._target(y))]
-        return save_estimator(self, folder, neighbours=neighbours, train=train)
+        return save_estimator(self, folder, policy, neighbours=neighbours, train=train)
 
     @classmethod
     def load(cls, folder: str | os.PathLike[str]) -> Self:
@@ -125,6 +120,10 @@ class Fitted(BaseEstimator):
     def _in_units(self, prediction: Prediction) -> Prediction:
         """The prediction in the units of the target."""
         return prediction
+
+    def _variance_in_units(self, variance: Tensor) -> Tensor:
+        """The variance of the function in the units of the target."""
+        return variance
 
     def _target(self, y: ArrayLike) -> Tensor:
         """Targets as a prediction knows them: classes by their number, numbers (N, K)."""
@@ -141,7 +140,30 @@ class Fitted(BaseEstimator):
     def _predict(self, X: ArrayLike) -> Prediction:
         """All that the model knows about rows; a change in what never changed is refused at every level."""
         table = self._checked(X)
+        return self._refused(table, predict(self.model_, torch.tensor(table)))
+
+    def _answer_rows(self, table: Floats) -> tuple[Prediction, Tensor, Floats]:
+        """What the service answers to rows (N, d) of finite numbers, with codes in the place of categories.
+
+        returns  the prediction in the units of the target, the variance of the function alone, and the score (N,)
+        """
         prediction = predict(self.model_, torch.tensor(table))
+        units = self._in_units(self._refused(table, prediction))
+        assert prediction.variance is not None
+        return units, self._variance_in_units(prediction.variance), self._score(table, prediction)
+
+    def _score(self, table: Floats, prediction: Prediction) -> Floats:
+        # Without held-out rows a prediction does not know which score was asked for.
+        name = None if self.get_params()["detection_score"] is None else self.model_.head.score
+        score = prediction.score(name).numpy()
+        # What never changed in training tells nothing about how far it is now: beyond all that was seen.
+        strange = self._changes(table)
+        reference = self.model_.head.reference
+        beyond = np.maximum(score, float(reference.max()) if len(reference) else 0.0)
+        return np.where(strange > 0, beyond + strange, score)
+
+    def _refused(self, table: Floats, prediction: Prediction) -> Prediction:
+        """The prediction with the smallest p-value for rows with a change in what never changed."""
         strange = torch.from_numpy(self._changes(table) > 0)
         p_value, smallest = prediction.p_value, prediction.smallest_p_value
         if p_value is None or smallest is None or not strange.any():

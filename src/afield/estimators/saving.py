@@ -11,6 +11,7 @@ import json
 import os
 import zlib
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -20,6 +21,7 @@ from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 from torch import Tensor, nn
 
+from afield.decide.policies import Policy
 from afield.errors import DamagedModel
 from afield.estimators.network import network, plain_network
 from afield.estimators.noise import InputNoise
@@ -40,12 +42,16 @@ _TENSORS = ("_target_shift", "_target_scale")
 Kind = TypeVar("Kind", bound="Fitted")
 
 
-def save_estimator(estimator: "Fitted", folder: str | os.PathLike[str], **neighbours: Any) -> Path:
+def save_estimator(
+    estimator: "Fitted", folder: str | os.PathLike[str], policy: Policy | None = None, **neighbours: Any
+) -> Path:
     """Write a fitted estimator; `neighbours` are options of `afield.save`."""
     metadata: dict[str, Any] = {"estimator": {name: estimator._architecture[name] for name in _NETWORK}}
     for name, values in (("labels", "classes_"), ("columns", "feature_names_in_")):
         if hasattr(estimator, values):
             metadata[name] = [str(value) for value in getattr(estimator, values)]
+    if policy is not None:
+        metadata["policy"] = asdict(policy)
     payload = save_tensors(_tensors(estimator))
     metadata["state"] = _plain_state(estimator) | {"rest": hashlib.sha256(payload).hexdigest()}
     path = save(estimator.model_, folder, metadata=metadata, **neighbours)

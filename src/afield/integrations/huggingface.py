@@ -160,10 +160,17 @@ class FitPosterior(TrainerCallback):
             self.calibration = calibrate(self.model, every_example_once(held_out), **self.options)
 
 
-def save_pretrained(model: SNGP, folder: str | os.PathLike[str], tokenizer: Any = None, **neighbours: Any) -> Path:
+def save_pretrained(
+    model: SNGP,
+    folder: str | os.PathLike[str],
+    tokenizer: Any = None,
+    *,
+    metadata: Mapping[str, Any] | None = None,
+    **neighbours: Any,
+) -> Path:
     """Write model, configuration and tokenizer (or image processor) to one folder: safetensors and JSON alone.
 
-    `neighbours` and `train` as in `afield.save`.
+    `metadata`, such as a policy, `neighbours` and `train` as in `afield.save`.
     """
     config = getattr(model.net, "config", None)
     if not isinstance(config, transformers.PretrainedConfig):
@@ -176,11 +183,16 @@ def save_pretrained(model: SNGP, folder: str | os.PathLike[str], tokenizer: Any 
     config.save_pretrained(folder)
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
-    return save(model, folder, metadata={"labels": labels_of(model)}, **neighbours)
+    return save(model, folder, metadata={"labels": labels_of(model), **(metadata or {})}, **neighbours)
 
 
 def from_pretrained(folder: str | os.PathLike[str]) -> SNGP:
     """The model that `save_pretrained` wrote: the network is built from its configuration, then filled."""
+    return load(folder, network_of(folder))
+
+
+def network_of(folder: str | os.PathLike[str]) -> nn.Module:
+    """The network, untrained, whose model `save_pretrained` wrote."""
     read_index(folder)
     if not (Path(folder) / "config.json").is_file():
         raise DamagedModel(f"{folder} has no config.json: it was not written by save_pretrained. Use afield.load.")
@@ -193,7 +205,7 @@ def from_pretrained(folder: str | os.PathLike[str]) -> SNGP:
             "not have. Upgrade transformers, or build the network yourself: afield.load(folder, net)."
         )
     net = kind(config)
-    return load(folder, LastToken(net) if _scores_every_token(net) else net)
+    return LastToken(net) if _scores_every_token(net) else net
 
 
 def labels_of(model: SNGP) -> list[str]:

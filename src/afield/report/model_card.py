@@ -14,6 +14,7 @@ from afield.decide.policies import Policy
 from afield.deploy.traced import chosen_alpha
 from afield.experiment import run_folder
 from afield.experiment.model_folder import OpenedModel, is_saved, open_model
+from afield.gp.likelihoods import LIKELIHOODS
 from afield.model.saving import read_index
 from afield.model.sngp_model import SNGP
 from afield.prediction.p_values import fewest_rows
@@ -39,7 +40,7 @@ def model_card(folder: str | os.PathLike[str], net: nn.Module | str | None = Non
         "Data": _data(opened),
         "Calibration": _calibration(opened),
         "Guarantees": _guarantees(opened, metadata),
-        "Metrics on test data": [] if run is None else _metrics(run.metrics),
+        "Metrics on test data": _metrics(run.metrics) if run is not None else _told(metadata.get("metrics")),
         "Limits": [f"- {limit}" for limit in _LIMITS],
         "Versions": _versions(opened, run),
     }
@@ -73,10 +74,13 @@ def _calibration(opened: OpenedModel) -> list[str]:
     if not isinstance(opened.model, SNGP) or not opened.model.head.calibrated:
         return ["Not calibrated: there are no p-values, and nothing is refused."]
     head = opened.model.head
+    scaled = LIKELIHOODS[head.likelihood].calibrated == "logit_scale"
     by_class = "by predicted class" if len(head.reference_spans) else "of one reference"
     return [
         f"- p-values {by_class}; the smallest is {1 / (fewest_rows(head.reference, head.reference_spans) + 1):.3g}",
         f"- score: {head.score}",
+        f"- amplitude of the variance: {float(head.amplitude):.4g}",
+        *([f"- the logits are multiplied by {float(head.logit_scale):.4g}"] if scaled else []),
     ]
 
 
@@ -104,6 +108,15 @@ def _metrics(metrics: Mapping[str, float]) -> list[str]:
         if metric in _DETECTION and len(rest) == 2 and rest[1] == "joined":
             lines.append(f"| {rest[0]} (OOD) | {metric}, joined score | {value:.4f} |")
     return lines if len(lines) > 2 else []
+
+
+def _told(metrics: Any) -> list[str]:
+    """What whoever saved the model has measured."""
+    if not isinstance(metrics, Mapping) or not metrics:
+        return []
+    lines = [f"| {name} | {value:.4f} |" for name, value in metrics.items() if isinstance(value, int | float)]
+    title = 'As told by `afield.save(..., metadata={"metrics": ...})`.'
+    return [title, "", "| metric | value |", "|---|---:|", *lines]
 
 
 def _versions(opened: OpenedModel, run: run_folder.Run | None) -> list[str]:

@@ -70,7 +70,7 @@ class Service:
         self.reading = self.held = 0  # requests whose body is on its way; bytes of these bodies
         self.ready = True
         self.batcher = Batcher(threads, expected=lambda: self.reading, on_batch=metrics.batch.observe, **batching)
-        metrics.queue.set_function(lambda: self.batcher.rows)
+        metrics.queue.waiting = self._waiting
 
     def app(self) -> ASGIApp:
         model, of = "/v2/models/{model}", {"GET": ["GET"], "POST": ["POST"]}
@@ -131,6 +131,7 @@ class Service:
         version = self.models.default
         if version is None:
             raise HTTPException(404, "There is no model here.")
+        infer.note(request.scope, version)
         body = await self._body(request)
         arrays = parse_invocation(body, request.headers.get("content-type", ""), version.engine)
         asked = protocol.check_request(arrays, version.engine, self.limits.max_rows)
@@ -152,7 +153,8 @@ class Service:
         content = protocol.parse_json(await self._body(request))
         if not (isinstance(content, dict) and isinstance(content.get("labels"), list)):
             raise BadInput('Expected {"id": ID, "labels": [...]}.')
-        return _json(version.monitor.add_labels(str(content.get("id")), content["labels"]))
+        id, labels = str(content.get("id")), content["labels"]
+        return _json(await asyncio.to_thread(version.monitor.add_labels, id, labels))  # it may write to a file
 
     # The page and what it asks for
 
@@ -181,7 +183,14 @@ class Service:
         return found
 
     def _version(self, request: Request) -> Version:
-        return self.find(request.path_params["model"], request.path_params.get("version"))
+        found = self.find(request.path_params["model"], request.path_params.get("version"))
+        infer.note(request.scope, found)
+        return found
+
+    def _waiting(self) -> dict[tuple[str, str], int]:
+        """Rows in the queue by model and version, of all that is served now."""
+        rows, served = self.batcher.waiting(), self.models.current
+        return {(name, v.name): rows[id(v.engine)] for name, of in served.items() for v in of.values()}
 
     async def _body(self, request: Request) -> bytes:
         return await infer.read_body(self, dict(request.scope["headers"]), request.receive)
@@ -215,7 +224,7 @@ class _Frame:
         finally:
             seconds = time.perf_counter() - started
             route = str(scope.get("afield.route") or getattr(scope.get("route"), "path", "other"))
-            self.service.metrics.request(route, status, seconds)
+            self.service.metrics.request(route, status, seconds, about.get("model", ""), about.get("version", ""))
             if self.tracer is not None:
                 tracing.record(self.tracer, scope, route=route, status=status, seconds=seconds)
             log("request", **about, method=scope["method"], path=scope["path"][:200], status=status,
@@ -256,6 +265,7 @@ def _describe(version: Version, versions: list[str]) -> dict[str, Any]:
             "alpha": engine.alpha,
             "num_reference": len(engine.reference),
             "features": list(engine.features),
+            "categories": {str(column): list(values) for column, values in engine.categories.items()},
             "policy": engine.policy,
             "explains": engine.explain is not None,
         },

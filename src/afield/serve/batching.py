@@ -14,7 +14,7 @@ import contextlib
 import itertools
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -76,6 +76,15 @@ class Batcher:
     def rows(self) -> int:
         """Rows that wait."""
         return self._come - self._gone
+
+    def waiting(self) -> Counter[int]:
+        """Rows that wait, by the `id` of their engine; called in the event loop."""
+        with self._changed:
+            queued = list(self._queue)
+        rows: Counter[int] = Counter()
+        for one in (*queued, *self._arriving):
+            rows[id(one.engine)] += one.rows
+        return rows
 
     async def run(self, engine: Engine, arrays: Arrays, rows: int) -> Arrays:
         """The answers of an engine to some rows."""

@@ -58,6 +58,7 @@ class Engine:
     reference   the scores that it was calibrated with; none: it was not
     spans       where each class lies in the reference, (K, 2), for p-values by class
     features    names of the columns of a table, where they are known
+    categories  the known values of columns of categories, by the number of the column
     joins       whether requests may be answered in one batch
     num_classes of the answers; 0: real targets
     explain     inputs -> for each row the training examples near it, and its odd features; None: none were kept
@@ -75,6 +76,7 @@ class Engine:
     spans: np.ndarray = field(default_factory=lambda: np.zeros((0, 2), dtype=np.int64))
     policy: Mapping[str, Any] | None = None
     features: tuple[str, ...] = ()
+    categories: Mapping[int, tuple[Any, ...]] = field(default_factory=dict)
     joins: bool = True
     explain: Explain | None = None
 

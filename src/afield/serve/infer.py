@@ -32,11 +32,17 @@ async def infer(service: "Service", scope: Scope, receive: Receive, send: Send) 
     if scope["method"] != "POST":
         raise HTTPException(405, "Method Not Allowed", {"allow": "POST"})
     version = service.find(*found.groups())
+    note(scope, version)
     body = await read_body(service, dict(scope["headers"]), receive)
     asked = protocol.parse_infer(body, version.engine, service.limits.max_rows)
     answers = await run(service, scope, version, asked)
     content = protocol.dump(protocol.response(version.model, version.name, asked, answers))
     await send_json(send, 200, content)
+
+
+def note(scope: Scope, version: Version) -> None:
+    """Say in the log, the metrics and the span of a request which version it is for."""
+    scope["afield"] |= {"model": version.model, "version": version.name}
 
 
 async def read_body(service: "Service", headers: dict[bytes, bytes], receive: Receive) -> bytes:
@@ -72,7 +78,7 @@ async def read_body(service: "Service", headers: dict[bytes, bytes], receive: Re
 async def run(service: "Service", scope: Scope, version: Version, asked: protocol.Request) -> Arrays:
     """The answers to what was asked; the monitor of the version counts them."""
     about: dict[str, Any] = scope["afield"]
-    about |= {"model": version.model, "version": version.name, "rows": asked.rows}
+    about["rows"] = asked.rows
     try:
         async with asyncio.timeout(service.limits.answer_seconds):
             answers = await service.batcher.run(version.engine, asked.arrays, asked.rows)

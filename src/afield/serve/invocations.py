@@ -5,7 +5,8 @@
     text/csv: a line of names, then rows
 
 The answer is {"predictions": [{"label": ..., "p_value": ..., ...}, ...]}, an object for each row. Columns of a table
-are taken by name where the model knows their names, and else in the order in which they come.
+are taken by name where the model knows their names, and else in the order in which they come. A category is a
+value; one that was not there in training counts as unknown.
 """
 
 import csv
@@ -19,12 +20,13 @@ from afield.serve.engine import Arrays, BadInput, Engine
 from afield.serve.protocol import cast, parse_json
 
 FORMATS = ("inputs", "instances", "dataframe_split", "dataframe_records")
+UNKNOWN = -1  # the code of a category that was not there in training
 
 
 def parse_invocation(body: bytes, content_type: str, engine: Engine) -> Arrays:
     """The arrays of a request."""
     if content_type.partition(";")[0].strip() == "text/csv":
-        return _one_input(_parse_csv(body, engine.features), engine)
+        return _one_input(_parse_csv(body, engine), engine)
     content = parse_json(body)
     found = [name for name in FORMATS if isinstance(content, dict) and name in content]
     if len(found) != 1:
@@ -55,7 +57,7 @@ def _one_input(rows: Any, engine: Engine) -> Arrays:
     spec = engine.inputs[0]
     if not isinstance(rows, list):
         raise BadInput("Expected a list of rows.")
-    array = cast(rows, spec)
+    array = cast(_with_codes(rows, engine.categories), spec)
     width = int(np.prod(spec.shape[1:])) if -1 not in spec.shape[1:] else -1
     if array.ndim == 2 and len(spec.shape) > 2 and array.shape[1] == width:  # a table row for each image
         array = array.reshape(len(array), *spec.shape[1:])
@@ -66,6 +68,8 @@ def _by_name(value: Mapping[str, Any], engine: Engine) -> Arrays:
     specs = {spec.name: spec for spec in engine.inputs}
     if set(value) != set(specs):
         raise BadInput(f"Expected the inputs {', '.join(specs)}, got {', '.join(map(str, value)) or 'none'}.")
+    if engine.categories and isinstance(rows := next(iter(value.values())), list):  # an estimator has one input
+        value = dict.fromkeys(value, _with_codes(rows, engine.categories))
     return {name: cast(value[name], spec) for name, spec in specs.items()}
 
 
@@ -107,15 +111,42 @@ def _unwrap(rows: list[Any]) -> list[Any]:
     return [row[0] for row in rows] if rows and single else rows
 
 
-def _parse_csv(body: bytes, features: Sequence[str]) -> list[Any]:
+def _parse_csv(body: bytes, engine: Engine) -> list[Any]:
     try:
         lines = [line for line in csv.reader(io.StringIO(body.decode())) if line]
     except (UnicodeDecodeError, csv.Error) as error:
         raise BadInput(f"The body must be CSV in UTF-8: {error}.") from error
     if len(lines) < 2 or any(len(line) != len(lines[0]) for line in lines):
         raise BadInput("CSV must have a line of names and then rows with as many cells.")
-    order = _order(lines[0], features)
+    order, text = _order(lines[0], engine.features), engine.categories.keys()
     try:
-        return [[float(line[i]) for i in order] for line in lines[1:]]
+        return [[(line[i] or None) if k in text else float(line[i]) for k, i in enumerate(order)] for line in lines[1:]]
     except ValueError:
         return _unwrap([[line[i] for i in order] for line in lines[1:]])
+
+
+def _with_codes(rows: list[Any], categories: Mapping[int, Sequence[Any]]) -> list[Any]:
+    """Rows with codes, the places among the known values, in columns of categories."""
+    if not categories:
+        return rows
+    coded = [list(row) if isinstance(row, list) else [row] for row in rows]
+    for row in coded:
+        for column, known in categories.items():
+            if column < len(row):  # else it has another width, and is refused for that
+                row[column] = _code(row[column], known)
+    return coded
+
+
+def _code(value: Any, known: Sequence[Any]) -> int:
+    """CSV has texts alone: there a number may be written in any way."""
+    for code, one in enumerate(known):
+        if value == one or (isinstance(value, str) and not isinstance(one, str) and _number(value) == one):
+            return code
+    return UNKNOWN
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None

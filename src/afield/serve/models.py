@@ -148,10 +148,10 @@ class Models:
         log("loaded", model=name, versions=list(after), platform=next(iter(after.values())).engine.platform)
         kept = {id(version.monitor) for version in after.values()}
         for label, version in before.items():
-            if label not in after:
-                self.metrics.forget(name, label)
             if id(version.monitor) not in kept:
                 version.monitor.close()
+            if label not in after:  # now: what was left has been counted
+                self.metrics.forget(name, label)
 
 
 def _stamp(path: Path) -> Any:

@@ -2,13 +2,12 @@
 
 A `Monitor` belongs to one version of a model. Answers are handed to it after they are sent, in the order in which they
 were made, and its own thread counts them, so that nobody waits for it. Where there is a folder of state, the watch for
-drift goes on after a restart, whatever ended the process.
+drift and what labels have told go on after a restart, whatever ended the process.
 """
 
 import bisect
 import collections
 import itertools
-import logging
 import threading
 import time
 from collections.abc import Sequence
@@ -20,13 +19,13 @@ import numpy as np
 
 from afield.decide.drift import Watch, own_references, unique_rows
 from afield.decide.drift_file import WatchFile
-from afield.decide.risk_evidence import ExpectedAccuracy, RiskEvidence
-from afield.serve.engine import Arrays, BadInput, Engine
+from afield.serve.accuracy import Accuracy
+from afield.serve.engine import Arrays, Engine
+from afield.serve.logs import LOGGER
 from afield.serve.metrics import Metrics
 
-RECENT, REFUSED, LABELLED = 100, 50, 20_000  # answers that are kept: the last ones, refused ones, those to be labelled
+RECENT, REFUSED = 100, 50  # answers that are kept: the last ones, and refused ones
 _MOST_SHOWN = 24  # numbers, and ten times as many characters, of an input
-_BINS = 10
 _AT_ONCE, _PAUSE = 256, 0.05  # requests that are counted together; seconds in which they gather
 _Item = tuple[str, Arrays, Arrays]  # id, inputs and answers of a request
 
@@ -36,7 +35,7 @@ class Monitor:
 
     alpha  the probability that the alarm for drift ever rings without drift
     risk   with labels: the part of accepted answers that may be wrong; None: that of the policy, or no test
-    state  a folder for the watch; None: it ends with the process
+    state  a folder for the watch and the labels; None: they end with the process
     """
 
     def __init__(
@@ -54,19 +53,26 @@ class Monitor:
         watch = _new_watch(engine, alpha)
         self._file = None if state is None else WatchFile(state, watch, identity=f"{engine.identity} {alpha}")
         self.watch = watch if self._file is None else self._file.watch
-        risk = risk or (engine.policy or {}).get("risk")
-        self.risk = None if risk is None else RiskEvidence(risk)
-        self.expected = ExpectedAccuracy()
+        try:
+            labels = engine.labels or range(engine.num_classes)
+            risk = risk or (engine.policy or {}).get("risk")
+            self.accuracy = Accuracy(labels, risk=risk, folder=state, identity=engine.identity)
+        except BaseException:
+            if self._file is not None:
+                self._file.close()
+            raise
         self.recent: collections.deque[dict[str, Any]] = collections.deque(maxlen=RECENT)
         self.refused: collections.deque[dict[str, Any]] = collections.deque(maxlen=REFUSED)
-        self.reliability = np.zeros((_BINS, 3))  # answers, confidence, right
-        self._answers: collections.OrderedDict[str, Arrays] = collections.OrderedDict()
         self._lock = threading.Lock()
         self._alarmed = self.watch.alarm is not None
+        self._risk_alarmed = self.accuracy.risk is not None and self.accuracy.risk.alarm
         self._answered: collections.deque[_Item] = collections.deque()
         self._more, self._closing = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._work, name=f"afield-monitor-{name}", daemon=True)
         self._thread.start()
+        metrics.drift(name, version, self.watch)  # as it was left, before the first request
+        if self.accuracy.risk is not None:
+            metrics.risk(name, version, self.accuracy.risk)
 
     def add(self, id: str, arrays: Arrays, answers: Arrays) -> None:
         """Count the answers to a request, soon."""
@@ -79,51 +85,32 @@ class Monitor:
         self._closing.set()
         self._more.set()
         self._thread.join()
+        self.accuracy.close()
         if self._file is not None:
             self._file.close()
 
     def add_labels(self, id: str, labels: list[Any]) -> dict[str, Any]:
         """Compare the answers to a request with the right ones, once."""
         with self._lock:
-            answers = self._answers.get(id)
-            if answers is None:
-                raise BadInput(f"No answers with the id {id!r} are kept here, or they have labels already.")
-            given = answers["label"].tolist()
-            if len(labels) != len(given):
-                raise BadInput(f"The request {id!r} had {len(given)} rows, got {len(labels)} labels.")
-            strange = [label for label in labels if label not in (self.engine.labels or range(self.engine.num_classes))]
-            if strange:
-                raise BadInput(f"The label {strange[0]!r} is none of this model's classes.")
-            del self._answers[id]
-            right = np.array([a == b for a, b in zip(given, labels, strict=True)])
-            kept = answers.get("accepted", np.ones(len(right), dtype=bool))
-            bins = np.minimum((answers["probability"] * _BINS).astype(int), _BINS - 1)
-            for k, confidence, ok in zip(bins[kept], answers["probability"][kept], right[kept], strict=True):
-                self.reliability[k] += 1, confidence, ok
-            if self.risk is not None:
-                self.risk.update(~right[kept])
-            return {"rows": len(labels), "right": int(right.sum()), "accepted": int(kept.sum())}
+            counted = self.accuracy.add_labels(id, labels)
+            risk = self.accuracy.risk
+            if risk is not None:
+                self.metrics.risk(self.name, self.version, risk)
+                if risk.alarm and not self._risk_alarmed:
+                    self._risk_alarmed = True
+                    self._warn("risk", limit=risk.risk, answers=risk.count, errors=risk.errors, at_least=risk.lower)
+        return counted
 
     def summary(self) -> dict[str, Any]:
         """Everything for the page, as JSON."""
         with self._lock:
-            estimate = self.expected.estimate(drifted=self.watch.alarm is not None)
-            risk = self.risk and {
-                "limit": self.risk.risk,
-                "answers": self.risk.count,
-                "errors": self.risk.errors,
-                "alarm": self.risk.alarm,
-                "at_least": self.risk.lower,
-            }
             return {
                 "model": self.name,
                 "version": self.version,
                 "drift": self.watch.summary(),
                 "recent": list(reversed(self.recent)),
                 "refused": list(reversed(self.refused)),
-                "expected_accuracy": None if estimate is None else asdict(estimate),
-                "risk": risk,
-                "reliability": self.reliability.tolist(),
+                **self.accuracy.summary(drifted=self.watch.alarm is not None),
             }
 
     def _work(self) -> None:
@@ -135,7 +122,7 @@ class Monitor:
                 try:
                     self._count(items)
                 except Exception:
-                    logging.getLogger("afield.serve").exception("The monitor of %s failed", self.name)
+                    LOGGER.exception("The monitor of %s failed", self.name)
             self._closing.wait(_PAUSE)
 
     def _count(self, items: list[_Item]) -> None:
@@ -145,25 +132,24 @@ class Monitor:
         with self._lock:
             watch = self.watch if self._file is None else self._file
             watch.update(answers["score"].astype(np.float64), classes, shown)
-            self._remember(items, answers, shown)
+            if "probabilities" in answers:
+                self.accuracy.answered([id for id, _, _ in items], shown.firsts, answers)
+            self._remember(answers, shown)
         self.metrics.answered(self.name, self.version, answers)
         self.metrics.drift(self.name, self.version, self.watch)
         if self.watch.alarm is not None and not self._alarmed:
             self._alarmed = True
-            fields = {"model": self.name, "version": self.version, **asdict(self.watch.alarm)}
-            logging.getLogger("afield.serve").warning("drift", extra={"fields": fields})
+            self._warn("drift", **asdict(self.watch.alarm))
 
-    def _remember(self, items: list[_Item], answers: Arrays, shown: "_Shown") -> None:
-        """Keep the last answers for the page, and what labels will be compared with."""
+    def _warn(self, event: str, **about: Any) -> None:
+        fields = {"model": self.name, "version": self.version, **about}
+        LOGGER.warning(event, extra={"fields": fields})
+
+    def _remember(self, answers: Arrays, shown: "_Shown") -> None:
+        """Keep the last answers for the page."""
         accepted = answers.get("accepted", np.ones(len(shown), dtype=bool))
         if "probabilities" in answers:
             answers = answers | {"probability": answers["probabilities"].max(-1)}
-            self.expected.update(answers["probability"][accepted])
-            columns = {k: answers[k] for k in ("label", "probability", "accepted") if k in answers}
-            for (id, _, _), first, end in zip(items, shown.firsts, shown.firsts[1:], strict=False):
-                self._answers[id] = {name: array[first:end] for name, array in columns.items()}
-            while len(self._answers) > LABELLED:
-                self._answers.popitem(last=False)
         rows, now = {name: a for name, a in answers.items() if a.ndim == 1}, time.time()
         for kept, chosen in ((self.recent, accepted), (self.refused, ~accepted)):
             for i in np.flatnonzero(chosen)[-(kept.maxlen or 0) :].tolist():

@@ -17,7 +17,7 @@ from afield.deploy.traced import chosen_alpha
 from afield.experiment.model_folder import is_saved, open_model
 from afield.gp.likelihoods import LIKELIHOODS
 from afield.model.saving import INDEX, read_index, read_neighbours
-from afield.model.sngp_model import SNGP
+from afield.model.sngp_model import SNGP, Heads
 from afield.prediction.positions import refuse_positions
 from afield.prediction.prediction import Prediction, likelihood_of
 from afield.serve.engine import DATATYPES, TEXT, Arrays, BadInput, Engine, TensorSpec, name_labels, narrow
@@ -35,14 +35,11 @@ def open_folder(folder: Path, net: str | None = None, *, alpha: float | None = N
                          alpha=alpha)  # fmt: skip
         return engine if isinstance(opened.model, SNGP) else _as_it_answers(engine, opened.example)
     metadata = read_index(folder)["metadata"]
+    if "estimator" in metadata:
+        return _open_estimator(folder, alpha)
     if net is None and (folder / "config.json").is_file():
         return _open_huggingface(folder, metadata, alpha)
-    if net is None and "estimator" in metadata:
-        from afield.estimators.saving import load_network  # scikit-learn is an extra
-
-        opened = open_model(folder, load_network(metadata["estimator"]))
-    else:
-        opened = open_model(folder, net)
+    opened = open_model(folder, net)
     shape = opened.shape or metadata.get("input_shape")
     spec = _input_spec(opened.model, opened.dtype, None if shape is None else tuple(shape))
     engine = _engine(opened.model, _plain(opened.predict, spec, opened.dtype), spec, _identity(folder), opened.labels,
@@ -51,19 +48,21 @@ def open_folder(folder: Path, net: str | None = None, *, alpha: float | None = N
     return _with_neighbours(engine, folder, opened.model, lambda a: torch.from_numpy(a[spec.name]).to(opened.dtype))
 
 
+def _open_estimator(folder: Path, alpha: float | None) -> Engine:
+    from afield.serve.open_estimator import load_any, open_estimator  # scikit-learn is an extra
+
+    estimator, rule = load_any(folder), read_index(folder)["metadata"].get("policy")
+    engine = open_estimator(estimator, alpha=alpha, policy=None if rule is None else Policy.from_dict(rule))
+    engine = replace(engine, identity=_identity(folder))
+    name = engine.inputs[0].name
+    return _with_neighbours(engine, folder, estimator.model_, lambda a: torch.from_numpy(a[name]).double())
+
+
 def _as_it_answers(engine: Engine, example: Any) -> Engine:
     """The engine of a model without a head to ask, with the columns and classes of an answer of its own."""
     answers = engine.run({engine.inputs[0].name: example[:1].numpy()})
     num_classes = answers["probabilities"].shape[1] if "probabilities" in answers else 0
     return replace(engine, columns=tuple(answers), num_classes=num_classes)
-
-
-def open_estimator(estimator: Any, *, alpha: float | None = None) -> Engine:
-    """The engine of a fitted `SNGPClassifier` or `SNGPRegressor`."""
-    model = estimator.model_
-    labels = tuple(map(str, getattr(estimator, "classes_", ())))
-    names = tuple(map(str, getattr(estimator, "feature_names_in_", ())))
-    return replace(open_sngp(model, labels=labels, shape=(int(estimator.n_features_in_),), alpha=alpha), features=names)
 
 
 def open_sngp(
@@ -138,6 +137,8 @@ def _engine(
     alpha: float | None,
     policy: Mapping[str, Any] | None = None,
 ) -> Engine:
+    if isinstance(model, Heads):
+        raise ValueError("The service answers with one output, and this model has several heads: serve each by itself.")
     sngp = model if isinstance(model, SNGP) else None
     head = None if sngp is None else sngp.head
     alpha = None if sngp is None else chosen_alpha(sngp, alpha)
@@ -152,7 +153,7 @@ def _engine(
     columns += ["variance"] * (head is not None) + ["score"] + ["p_value", "accepted"] * calibrated
 
     def run(arrays: Arrays) -> Arrays:
-        return _answers(_predict(predict, arrays), alpha, labels)
+        return answers_of(_predict(predict, arrays), alpha, labels)
 
     engine = Engine(
         inputs=(spec,),
@@ -170,22 +171,30 @@ def _engine(
 
 
 def _with_policy(engine: Engine, rule: Policy, predict: Predict) -> Engine:
-    """The engine with the column `decision`, and `answer` where errors have different costs."""
-    by_cost = rule.error_cost is not None and not isinstance(rule.error_cost, int | float)
+    """The engine with the columns of a policy."""
 
     def run(arrays: Arrays) -> Arrays:
         prediction = _predict(predict, arrays)
-        answers = _answers(prediction, engine.alpha, engine.labels)
-        decision = np.where(rule.decide(prediction).numpy(), "answer", "refer").astype(object)
-        chosen = {"answer": name_labels(rule.answer(prediction).numpy(), engine.labels)} if by_cost else {}
-        return answers | {"decision": decision} | chosen
+        return answers_of(prediction, engine.alpha, engine.labels) | decisions_of(rule, prediction, engine.labels)
 
-    return replace(
-        engine,
-        run=run,
-        columns=(*engine.columns, "decision", *(["answer"] if by_cost else [])),
-        policy={"guarantee": rule.guarantee, "risk": rule.risk},
-    )
+    return replace(with_decisions(engine, rule), run=run)
+
+
+def with_decisions(engine: Engine, rule: Policy) -> Engine:
+    """The description of an engine that decides, too: `decision`, and `answer` where errors have different costs."""
+    columns = (*engine.columns, "decision", *(["answer"] if _by_cost(rule) else []))
+    return replace(engine, columns=columns, policy={"guarantee": rule.guarantee, "risk": rule.risk})
+
+
+def decisions_of(rule: Policy, prediction: Prediction, labels: tuple[str, ...]) -> Arrays:
+    """The columns of a policy."""
+    decision = np.where(rule.decide(prediction).numpy(), "answer", "refer").astype(object)
+    chosen = {"answer": name_labels(rule.answer(prediction).numpy(), labels)} if _by_cost(rule) else {}
+    return {"decision": decision} | chosen
+
+
+def _by_cost(rule: Policy) -> bool:
+    return rule.error_cost is not None and not isinstance(rule.error_cost, int | float)
 
 
 def _predict(predict: Predict, arrays: Arrays) -> Prediction:
@@ -197,7 +206,8 @@ def _predict(predict: Predict, arrays: Arrays) -> Prediction:
         raise BadInput(f"The model does not take these rows: {message}") from error
 
 
-def _answers(p: Prediction, alpha: float | None, labels: tuple[str, ...]) -> Arrays:
+def answers_of(p: Prediction, alpha: float | None, labels: tuple[str, ...]) -> Arrays:
+    """The columns that a prediction answers with."""
     refuse_positions(p, "The service")
     answers: Arrays = {}
     if p.probs is not None:

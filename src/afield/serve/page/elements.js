@@ -10,7 +10,7 @@ export function element(name, ...content) {
 
 export function row(cell, values, classes = []) {
   const made = document.createElement("tr");
-  values.forEach((value, i) => made.append(element(cell, value === null || value === undefined ? "" : String(value), cell === "th" ? { scope: "col" } : { class: classes[i] || "" })));
+  values.forEach((value, i) => made.append(element(cell, value === null || value === undefined ? "" : String(value), { class: classes[i] || "", ...(cell === "th" ? { scope: "col" } : {}) })));
   return made;
 }
 
@@ -19,6 +19,6 @@ export const percent = (value) => `${(100 * value).toFixed(value > 0.1 ? 0 : 1)}
 
 export function number(value) {
   if (value === null || value === undefined) return "";
-  if (Number.isInteger(value)) return String(value);
+  if (Number.isInteger(value) && Math.abs(value) < 1e5) return String(value);
   return Math.abs(value) >= 1e5 || Math.abs(value) < 1e-3 ? value.toExponential(1) : value.toPrecision(3);
 }

@@ -14,7 +14,7 @@ export function explanation({ nearest, features }) {
 }
 
 function why(features) {
-  const head = row("th", ["feature", "value", "usual", "score then"]);
+  const head = row("th", ["feature", "value", "usual", "score then"], ["", "number", "number", "number"]);
   const lines = features.map((f) => row("td", [f.name, number(f.value), `${number(f.low)} to ${number(f.high)}`, number(f.score_without)],
     ["", f.unusual ? "number no" : "number", "number", "number"]));
   const title = element("caption", "Features that make it far, and the score with the nearest example's value.");

@@ -5,7 +5,10 @@ export function readRows(text, model) {
   const input = model.inputs[0], lines = text.split("\n").map((line) => line.trim()).filter(Boolean);
   if (!lines.length) throw new Error("There is no row yet.");
   if (input.datatype === "BYTES") return [[lines.length], lines];
-  const rows = lines.map((line) => line.split(/[,;\s]+/).filter(Boolean).map(Number));
+  const { categories } = model.parameters, known = Object.keys(categories).length > 0;
+  const code = (cell, values) => values.findIndex((v) => String(v) === cell || Number(cell) === v); // -1: unknown
+  const rows = lines.map((line) => line.split(known ? /\s*[,;]\s*/ : /[,;\s]+/).filter(Boolean)
+    .map((cell, j) => (j in categories ? code(cell, categories[j]) : Number(cell))));
   if (rows.some((row) => row.some(Number.isNaN))) throw new Error("Rows are numbers, separated by commas.");
   const width = input.shape.slice(1).includes(-1) ? null : size(input.shape);
   const bad = rows.findIndex((row) => row.length !== (width ?? rows[0].length));

@@ -34,22 +34,33 @@ async function start() {
 
 function choose(name) {
   state.name = name;
-  const model = state.models.get(name), input = model.inputs[0], about = model.parameters;
-  const text = input.datatype === "BYTES", shape = input.shape.slice(1);
-  $("about").textContent = `version ${about.version}, ${model.platform}, ` +
-    (about.alpha ? `refuses at most ${percent(about.alpha)} of in-domain inputs` : "not calibrated: refuses nothing") +
-    (about.policy ? `. ${about.policy.guarantee}` : "");
-  $("input-label").textContent = text ? "Texts, one a line" : "Rows, one a line";
-  $("input-help").textContent = text ? "" :
-    (about.features.length ? `Numbers in this order: ${about.features.join(", ")}` : `Numbers of an input of shape ${shape.map((n) => (n < 0 ? "any" : n)).join(" × ") || "any"}, separated by commas`);
+  describe();
   fill($("answer"));
   refresh();
 }
 
+function describe() {
+  const model = state.models.get(state.name), input = model.inputs[0], about = model.parameters;
+  const text = input.datatype === "BYTES", shape = input.shape.slice(1);
+  $("about").textContent = `version ${about.version}, ${model.platform}, ` +
+    (about.alpha ? `refuses at most ${percent(about.alpha)} of in-domain inputs` : "not calibrated: refuses nothing") +
+    (about.policy ? `. Policy: ${about.policy.guarantee}` : "");
+  $("input-label").textContent = text ? "Texts, one a line" : "Rows, one a line";
+  $("input-help").textContent = text ? "" :
+    (about.features.length ? `Values in this order: ${about.features.map((name, j) => name + (about.categories[j] ? ` (${about.categories[j].join(", ")})` : "")).join(", ")}` : `Numbers of an input of shape ${shape.map((n) => (n < 0 ? "any" : n)).join(" × ") || "any"}, separated by commas`);
+}
+
 async function refresh() {
   clearTimeout(state.timer);
+  const name = state.name;
   try {
-    const found = await ask(`/v2/models/${encodeURIComponent(state.name)}/monitor`);
+    const found = await ask(`/v2/models/${encodeURIComponent(name)}/monitor`);
+    if (name !== state.name) return; // another was chosen, and is asked for by itself
+    if (found.version !== state.models.get(state.name).parameters.version) { // it was loaded anew
+      state.models.set(name, await ask(`/v2/models/${encodeURIComponent(name)}`));
+      describe();
+    }
+    showAlarms(found);
     showDrift(found.drift);
     showRecent(found);
     showReliability(found);
@@ -60,16 +71,27 @@ async function refresh() {
   state.timer = setTimeout(refresh, EVERY);
 }
 
-function showDrift(drift) {
-  const { alarm } = drift, box = $("alarm");
-  const message = alarm ? `Drift: the alarm rang at row ${alarm.row}; it began about row ${alarm.began + 1}.` : "";
+function showAlarms({ drift: { alarm }, risk }) {
+  const labels = state.models.get(state.name).parameters.labels, box = $("alarm"), said = [];
+  const where = alarm && alarm.group !== null ? ` of the class ${labels[alarm.group] ?? alarm.group}` : "";
+  if (alarm) said.push(`Drift: the alarm${where} rang at row ${alarm.row}; it began about row ${alarm.began + 1}.`);
+  if (risk && risk.alarm) said.push(`Errors: more than ${percent(risk.limit)} of the accepted answers are wrong, at least ${percent(risk.at_least)}.`);
+  const message = said.join("\n");
   if (box.textContent !== message) box.textContent = message; // a screen reader says it once
-  box.classList.toggle("ringing", Boolean(alarm));
+  box.classList.toggle("ringing", said.length > 0);
+}
+
+function showDrift(drift) {
+  const labels = state.models.get(state.name).parameters.labels;
   $("drift-text").textContent = `${drift.rows} rows, compared with ${drift.reference} reference rows and with each other. ` +
     `Evidence 10^${drift.evidence.toFixed(1)}, the alarm rings at 10^${drift.line.toFixed(1)}. ` +
     `Without drift it ever rings with probability ${drift.alpha} at most.`;
   drawCurve($("curve"), drift);
-  fill($("smallest"), row("th", ["row", "p-value", "input"]),
+  const classes = Object.entries(drift.classes).sort((a, b) => b[1] - a[1]);
+  $("by-class").hidden = !classes.length;
+  fill($("classes"), element("caption", "Evidence of each class as a power of ten; its alarm rings at 0."), row("th", ["class", "evidence"], ["", "number"]),
+    ...classes.map(([k, value]) => row("td", [labels[k] ?? k, value.toFixed(1)], ["", value >= 0 ? "number no" : "number"])));
+  fill($("smallest"), row("th", ["row", "p-value", "input"], ["number", "number"]),
     ...drift.smallest.map((s) => row("td", [s.row, number(s.p_value), s.input], ["number", "number", "input"])));
 }
 
@@ -79,11 +101,12 @@ function showRecent({ recent, refused }) {
   const line = (answer) => {
     const verdict = answer.accepted === undefined ? "" : answer.accepted ? "accepted" : "refused";
     const cells = [new Date(1000 * answer.time).toTimeString().slice(0, 8), verdict, ...names.map((k) => typeof answer[k] === "number" ? number(answer[k]) : answer[k]), answer.input];
-    const made = row("td", cells, ["", answer.accepted === false ? "no" : "yes", ...names.map((k) => (typeof answer[k] === "number" ? "number" : "")), "input"]);
+    const made = row("td", cells, ["", answer.accepted === false ? "no" : "yes", ...kinds, "input"]);
     made.classList.toggle("refused", answer.accepted === false);
     return made;
   };
-  const head = row("th", ["time", "", ...names.map((k) => k.replace("_", "-")), "input"]);
+  const kinds = names.map((k) => (first && typeof first[k] === "number" ? "number" : ""));
+  const head = row("th", ["time", "verdict", ...names.map((k) => k.replace("_", "-")), "input"], ["", "", ...kinds]);
   const none = element("tr", element("td", "Nothing yet."));
   fill($("recent"), head, ...(first ? [...refused.map(line), ...recent.map(line)] : [none]));
 }
@@ -95,15 +118,14 @@ function showReliability({ expected_accuracy: expected, reliability, risk }) {
   if (expected && expected.void) parts.push(`No accuracy can be promised any more. ${expected.void}`);
   else if (expected) parts.push(`Without labels: accuracy ${percent(expected.accuracy)} ± ${percent(expected.error)} of ${expected.count} accepted answers, while there is no drift and if the probabilities are calibrated.`);
   parts.push(labelled ? `With labels: ${percent(right / labelled)} of ${labelled} accepted answers are right.` : "No labels yet.");
-  if (risk && risk.alarm) parts.push(`More than ${percent(risk.limit)} of the accepted answers are wrong: at least ${percent(risk.at_least)}.`);
+  if (risk) parts.push(`Asked for: at most ${percent(risk.limit)} wrong.`);
   $("reliability-text").textContent = parts.join(" ");
   drawReliability($("reliability"), reliability);
 }
 
 async function predict(shape, data) {
   const model = state.models.get(state.name), input = model.inputs[0];
-  const tensor = { name: input.name, shape, datatype: input.datatype === "BYTES" ? "BYTES" : "FP32", data };
-  if (["INT64", "UINT8"].includes(input.datatype)) tensor.datatype = input.datatype;
+  const tensor = { name: input.name, shape, datatype: input.datatype, data };
   const answer = await ask(`/v2/models/${encodeURIComponent(state.name)}/infer`, { inputs: [tensor] });
   const articles = showAnswer(Object.fromEntries(answer.outputs.map((o) => [o.name, o])));
   refresh();
