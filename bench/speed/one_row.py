@@ -20,12 +20,12 @@ from bench.speed.measure import Metrics
 STEPS = {
     "modes": "evaluation mode: is it on everywhere?",
     "kept": "bounded weights: as they were?",
+    "fingerprint": "weights: those of the fit?",
     "network": "the network",
     "input": "is the input finite?",
     "state": "the head: as it was?",
     "products": "features, variance and joined score",
     "answer": "probabilities, p-value, `Prediction`",
-    "fingerprint": "weights: those of the fit?",
 }
 """Steps of a prediction."""
 _ROWS, _FASTEST = 3000, 300  # that are looked at
@@ -48,6 +48,9 @@ def _steps(net: nn.Module, model: SNGP, x: Tensor) -> dict[str, int]:
     times.append(clock())
     kept.__enter__()
     times.append(clock())
+    assert model.fingerprint is not None
+    assert model.fingerprint.still_holds(model.net)
+    times.append(clock())
     h = model.hidden(x)
     times.append(clock())
     h, _ = find_overflow(h, (x,))
@@ -62,9 +65,6 @@ def _steps(net: nn.Module, model: SNGP, x: Tensor) -> dict[str, int]:
     row._of_classes(h, *answer)
     kept.__exit__(None)
     modes.__exit__()
-    times.append(clock())
-    assert model.fingerprint is not None
-    assert model.fingerprint.still_holds(model.net)
     times.append(clock())
     names = ("plain_network", *STEPS)
     return {name: b - a for name, a, b in zip(names, times, times[1:], strict=False)}

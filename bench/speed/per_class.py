@@ -49,7 +49,8 @@ class Trained:
 def _untrained(train: Batches, classes: int, rank: int | None) -> afield.SNGP:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Identity(), nn.Linear(train[0][0].shape[1], classes))
-    model = afield.sngp(net, num_random_features=FEATURES, constant=True, covariance="per_class", rank=rank).eval()
+    options = {"num_random_features": FEATURES, "variance_features": "same", "constant": True}
+    model = afield.sngp(net, **options, covariance="per_class", rank=rank).eval()
     model.head.random_features.adapt(torch.cat([h for h, _ in train])[::4])
     return model
 

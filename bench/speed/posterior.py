@@ -20,10 +20,11 @@ EXAMPLES, HIDDEN, FEATURES, CLASSES, BATCH = 10_000, 640, 1024, 10, 1000
 def head_alone(
     hidden: int = HIDDEN, classes: int = CLASSES, features: int = FEATURES, **options: object
 ) -> afield.SNGP:
-    """A converted network whose hidden vectors are its inputs."""
+    """A converted network whose hidden vectors are its inputs; one set of features, as bare calls and peers have."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Identity(), nn.Linear(hidden, classes))
-    model = afield.sngp(net, num_random_features=features, length_scale=math.sqrt(hidden), **options).eval()
+    given = {"num_random_features": features, "length_scale": math.sqrt(hidden), "variance_features": "same"}
+    model = afield.sngp(net, **{**given, **options}).eval()
     with torch.no_grad():
         model.head.weight.normal_()
     return model

@@ -75,6 +75,15 @@ def test_what_was_added_is_removed_again() -> None:
     torch.testing.assert_close(model.head.precision.data, before, rtol=1e-9, atol=1e-9)
 
 
+def test_an_image_that_is_no_number_somewhere_is_refused_everywhere(calibrated: afield.SNGP) -> None:
+    x = pictures(2, 5)[0]
+    x[1, 0, 2, 2] = torch.nan
+    p = calibrated.predict(x)
+    assert p.p_value[1].max() == p.smallest_p_value < p.p_value[0].max()
+    assert float(p.input_p_value[1]) == 1 / (p.num_inputs + 1)
+    assert not p.accept_inputs(0.05)[1]
+
+
 def test_every_position_counts_unless_a_number_is_given() -> None:
     assert fitted(num_positions=None).head.num_observed == 40 * 30 == fitted().head.num_observed
     assert fitted(num_positions=11).head.num_observed == 40 * 11

@@ -207,6 +207,14 @@ def test_certain_probabilities_have_zero_entropy() -> None:
     assert torch.equal(SCORES["entropy"](p), torch.zeros(2))
 
 
+@pytest.mark.parametrize("name", sorted(set(SCORES) - CARRIED))
+def test_what_is_no_number_is_never_near(name: str) -> None:
+    logits, variance = example().logits.clone(), torch.ones(20, dtype=torch.float64)
+    logits[3], variance[3] = torch.nan, torch.nan
+    p = prediction(logits, variance)
+    assert SCORES[name](p).isnan().nonzero().flatten().tolist() == [3]
+
+
 # Missing fields -------------------------------------------------------------------------------------------------
 
 

@@ -30,6 +30,7 @@ from afield.gp.numerics import ExactBuffers, full_precision
 COVARIANCES = ("shared", "per_class")
 CURVATURE_CHOICES = ("auto", "likelihood", "unit")
 BLOCK = 256  # rows of a triangle that are multiplied at once: enough for a matrix product to run at full speed
+_NARROW = 128  # the same where few examples stand on the other side, which fewer rows feed as well
 _FEW = 64  # examples whose products are put together before their norm is taken: fewer calls
 
 
@@ -264,14 +265,14 @@ class Precision(Accumulator):
         return f"{self.num_matrices} x {self.num_features} x {self.num_features}, count={int(self.count)}"
 
 
-def _blocks(size: int) -> list[tuple[int, int]]:
+def _blocks(size: int, rows: int = BLOCK) -> list[tuple[int, int]]:
     """(start, end) of blocks of rows; of a triangle, each needs the columns before its end only."""
-    return [(start, min(start + BLOCK, size)) for start in range(0, size, BLOCK)]
+    return [(start, min(start + rows, size)) for start in range(0, size, rows)]
 
 
 def _squared_norm(phi: Tensor, root: Tensor) -> Tensor:
     """|L^-1 phi|^2 (N,); L^-1 is lower triangular."""
-    parts = (F.linear(phi[:, :end], root[start:end, :end]) for start, end in _blocks(len(root)))
+    parts = (F.linear(phi[:, :end], root[start:end, :end]) for start, end in _blocks(len(root), _NARROW))
     if not torch.compiler.is_compiling() and len(phi) <= _FEW:  # a graph has batches of every size
         return torch.linalg.vector_norm(torch.cat(list(parts), dim=-1), dim=-1).square()
     norms = [torch.linalg.vector_norm(part, dim=-1).square() for part in parts]

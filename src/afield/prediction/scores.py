@@ -194,7 +194,7 @@ def symmetric(logits: Tensor) -> Tensor:
 
 def _entropy(probs: Tensor) -> Tensor:
     # The slope of p log p at zero is infinite, and times the slope of p, which is zero, no number.
-    return torch.special.entr(torch.where(probs > 0, probs, 1.0)).sum(-1)
+    return torch.special.entr(torch.where(probs == 0, 1.0, probs)).sum(-1)
 
 
 def _need(prediction: Prediction, field: str, advice: str = "") -> Tensor:
