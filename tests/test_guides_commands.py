@@ -24,6 +24,7 @@ import torch
 from torch import nn
 
 import afield
+from afield.cli.main import main
 from tests.pages import ROOT, Points, given
 from tests.test_guides import shell_lines
 
@@ -159,9 +160,12 @@ RESULTS = {  # what must be there when all lines of a page have run
 
 
 @pytest.mark.timeout(1800)
+@pytest.mark.filterwarnings("ignore")  # of the exporter and of Ray
 @pytest.mark.parametrize("page", PREPARE)
 def test_commands_of_a_page_run(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "mynets", raising=False)
     PREPARE[page]()
     for line in lines_of(page):
         if page == "docs/scoring.md":
@@ -169,6 +173,9 @@ def test_commands_of_a_page_run(page: str, tmp_path: Path, monkeypatch: pytest.M
         if page == "docs/distributed.md":
             pytest.importorskip("lightning.fabric")
             subprocess.run(["rm", "-rf", "runs"], check=True)
+        if line.startswith("afield") and page != "docs/distributed.md":
+            main(words_of(line)[3:])  # in this process: nothing is imported again
+            continue
         done = subprocess.run(
             words_of(line), env=environment(), capture_output=True, text=True, timeout=900, check=False
         )
@@ -215,18 +222,23 @@ def ask(port: int, path: str, body: str | None = None) -> tuple[int, str]:
         return answer.status, answer.read().decode()
 
 
+def wait_until_ready(process: "subprocess.Popen[str]", port: int) -> None:
+    for _ in range(3000):
+        assert process.poll() is None, process.stderr and process.stderr.read()
+        with contextlib.suppress(OSError):
+            if ask(port, "/v2/health/ready")[0] == 200:
+                return
+        time.sleep(0.1)
+    raise AssertionError("The service is not ready after five minutes.")
+
+
 @contextlib.contextmanager
 def served(line: str, port: int):
     """A line's service, until it is told to stop; it must end well."""
     command = [*words_of(line), "--port", str(port)]
     with subprocess.Popen(command, env=environment(), stderr=subprocess.PIPE, text=True) as process:
         try:
-            for _ in range(600):
-                assert process.poll() is None, process.stderr.read()
-                with contextlib.suppress(OSError):
-                    if ask(port, "/v2/health/ready")[0] == 200:
-                        break
-                time.sleep(0.1)
+            wait_until_ready(process, port)
             yield
             process.send_signal(signal.SIGTERM)
             process.communicate(timeout=60)
@@ -235,6 +247,7 @@ def served(line: str, port: int):
             process.kill()
 
 
+@pytest.mark.timeout(1800)
 @pytest.mark.filterwarnings("ignore")  # of transformers and the exporter
 def test_the_commands_that_serve_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     for package in ("uvicorn", "onnxruntime"):
