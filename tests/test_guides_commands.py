@@ -152,7 +152,7 @@ PREPARE: dict[str, Callable[[], None]] = {
 }
 RESULTS = {  # what must be there when all lines of a page have run
     "docs/distributed.md": ["runs/two-moons/sngp/0/metrics.json"],
-    "docs/experiments.md": ["runs/two-moons/sngp/1/metrics.json", "report/index.html"],
+    "docs/experiments.md": ["runs/two-moons/sngp/1/metrics.json", "runs/report/index.html"],
     "docs/export.md": ["runs/two-moons/sngp/0/model.onnx", "model/model.onnx"],
     "docs/reliability.md": [],
     "docs/scoring.md": ["scores/north.parquet", "scores/.drift.npz"],
