@@ -161,6 +161,7 @@ RESULTS = {  # what must be there when all lines of a page have run
 
 @pytest.mark.timeout(1800)
 @pytest.mark.filterwarnings("ignore")  # of the exporter and of Ray
+@pytest.mark.usefixtures("coarse_pictures")
 @pytest.mark.parametrize("page", PREPARE)
 def test_commands_of_a_page_run(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
