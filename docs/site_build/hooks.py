@@ -66,7 +66,8 @@ def on_page_markdown(markdown: str, *, page: Any, config: MkDocsConfig, files: F
 
 
 def on_post_page(output: str, *, page: Any, config: MkDocsConfig) -> str:
-    """The search of pages that are opened from a folder needs a script; it comes with the site."""
+    """Nothing is asked for elsewhere: no number of stars at GitHub, and a script of the search comes with the site."""
+    output = output.replace(' data-md-component="source"', "")
     return output.replace(SHIM, posixpath.relpath("site_build/iframe-worker.js", posixpath.dirname(page.url) or "."))
 
 

@@ -78,7 +78,18 @@ class TransformerEncoder(nn.Module):
 
 
 def tokenize(texts: Sequence[str], source: str | Path | None = None, *, length: int = MAX_LENGTH) -> tuple[Tensor, int]:
-    """Token ids (N, length) of the texts, cut and filled up at the end, and the id that fills up."""
+    """Token ids (N, length) of the texts, cut and filled up at the end, and the id that fills up.
+
+    source  a folder, a hub name, or None for $AFIELD_ENCODER and, without it, the bundled MiniLM
+    length  number of tokens of every row
+
+    returns  the ids (N, length), and the id of padding
+    raises   ValueError without texts, or if the tokenizer has no padding; ImportError without an encoder
+
+    >>> ids, pad = tokenize(["where is my card?"], length=8)
+    >>> ids.shape
+    torch.Size([1, 8])
+    """
     if not texts:
         raise ValueError("tokenize expects at least one text, got none.")
     tokenizer = _load("AutoTokenizer", source)

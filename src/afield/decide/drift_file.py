@@ -35,6 +35,14 @@ class WatchFile:
     """A `Watch` in a folder; one process at a time.
 
     identity  what the watch is of, such as the hash of a model: the state of another one is replaced
+
+    `update` is that of the watch; `watch` is the watch itself.
+
+    >>> with WatchFile("state", afield.drift.watch_model(model)) as kept:
+    ...     p_values = kept.update(p.score())
+    >>> with WatchFile("state", afield.drift.watch_model(model)) as kept:  # another process goes on
+    ...     kept.watch.rows
+    300
     """
 
     def __init__(self, folder: str | os.PathLike[str], watch: Watch, *, identity: str = "") -> None:

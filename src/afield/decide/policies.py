@@ -299,5 +299,18 @@ def _check_rates(**rates: float | None) -> None:
 
 
 def label_policies(prediction: Prediction, target: Tensor, **goals: Any) -> list[Policy]:
-    """A policy for each of several labels, by the goals of `policy`; rule k decides about `labels.label(new, k)`."""
+    """A policy for each of several labels, by the goals of `policy`; rule k decides about `labels.label(new, k)`.
+
+    target  (N, K) zeros and ones
+    goals   of `policy`
+
+    returns  a list with a `Policy` for each label
+    raises   ValueError where the held-out data cannot promise it for a label
+
+    >>> logits = torch.tensor([[4.0, 3.0], [-4.0, -3.0]]).repeat(200, 1)
+    >>> held_out = afield.Prediction(logits, probs=logits.sigmoid(), likelihood="bernoulli")
+    >>> rules = label_policies(held_out, (logits > 0).long(), risk=0.05)
+    >>> rules[1].decide(afield.labels.label(held_out, 1)).all()
+    tensor(True)
+    """
     return [policy(each, target[:, k], **goals) for k, each in enumerate(each_label(prediction))]

@@ -27,7 +27,18 @@ _GRID = np.arange(1, 64) / 64  # q = risk + (1 - risk) g
 
 
 class RiskEvidence:
-    """Evidence that more than `risk` of the accepted answers are wrong."""
+    """Evidence that more than `risk` of the accepted answers are wrong.
+
+    risk   the part of them that may be wrong
+    alpha  the probability that `alarm` is ever True although no more than that are
+
+    `alarm`, `count` and `errors` say what has been seen, `lower` how large the risk is at least.
+
+    >>> evidence = RiskEvidence(risk=0.05)
+    >>> evidence.update([False] * 20 + [True] * 10)  # ten wrong of thirty
+    >>> evidence.alarm, evidence.lower > 0.05
+    (True, True)
+    """
 
     def __init__(self, risk: float, *, alpha: float = 0.01) -> None:
         for name, value in (("risk", risk), ("alpha", alpha)):
@@ -85,6 +96,11 @@ class ExpectedAccuracy:
 
     gap, gap_error  what accuracy exceeds confidence by, and how well that is known: `calibration_gap`
     delta           the probability that the bound is ever wrong
+
+    >>> expected = ExpectedAccuracy()
+    >>> expected.update(p.confidence)
+    >>> expected.estimate().accuracy > 0.9
+    True
     """
 
     def __init__(self, *, gap: float = 0.0, gap_error: float = 0.0, delta: float = 0.05) -> None:
@@ -109,7 +125,18 @@ class ExpectedAccuracy:
 
 
 def calibration_gap(confidence: Any, right: Any, *, delta: float = 0.05) -> tuple[float, float]:
-    """Accuracy minus mean confidence on held-out answers, and its Hoeffding bound with confidence 1 - delta."""
+    """Accuracy minus mean confidence on held-out answers, and its Hoeffding bound with confidence 1 - delta.
+
+    confidence  (N,) the largest probabilities;  right  (N,) whether these answers are right
+    delta       the probability that the bound is wrong
+
+    returns  the gap and the bound: `gap` and `gap_error` of `ExpectedAccuracy`
+    raises   ValueError if the shapes differ
+
+    >>> gap, error = calibration_gap(p.confidence, p.labels == y)
+    >>> abs(gap) <= error
+    True
+    """
     c, r = np.asarray(confidence, dtype=np.float64), np.asarray(right, dtype=np.float64)
     if c.shape != r.shape or c.ndim != 1 or not len(c):
         raise ValueError(f"Expected confidence and right of one shape (N,), got {c.shape} and {r.shape}.")

@@ -66,6 +66,17 @@ def fit(
     on_epoch    is called with every epoch's number, from 1, and mean loss
     fabric      a launched Fabric, on each of its processes; None: this process alone, on the CPU
     changes     to the task's `Settings`, such as epochs=10
+    seed        of weights, batches and dropout masks
+
+    returns  the model
+    raises   ValueError if the method cannot be trained so; Diverged if the loss is no number any more
+
+    >>> from afield.methods import METHODS
+    >>> from afield.tasks import TASKS
+    >>> moons = TASKS["two-moons"](0, "smoke")
+    >>> model = fit(moons, METHODS["sngp"], epochs=1, num_random_features=64)
+    >>> model.predict(torch.zeros(1, 2)).probs.shape
+    torch.Size([1, 2])
     """
     settings = replace(task.settings, **{**method.settings, **changes})
     rank, world = distributed.rank_and_world(fabric)

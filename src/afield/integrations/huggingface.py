@@ -99,6 +99,12 @@ def sngp(net: PreTrainedModel, bound: BoundRules = 0.95, *, output: str | None =
     output   the name of the Linear that makes the logits, where it is not the last one outside the body
     options  of `afield.sngp`; the likelihood is gaussian where the configuration says regression, and bernoulli, for
              labels that apply each by itself, where it says multi_label_classification
+
+    returns  the `SNGP`; give its `net` to the Trainer
+    raises   those of `afield.sngp`
+
+    >>> hf.sngp(bert).output  # bert: a BertForSequenceClassification
+    'classifier'
     """
     prepared, output = _prepare(net, output)
     if isinstance(bound, float | int):
@@ -107,7 +113,17 @@ def sngp(net: PreTrainedModel, bound: BoundRules = 0.95, *, output: str | None =
 
 
 def attach(net: PreTrainedModel, *, output: str | None = None, **options: Any) -> SNGP:
-    """`afield.attach` for a trained network of transformers: it keeps its predictions and gains a variance."""
+    """`afield.attach` for a trained network of transformers: it keeps its predictions and gains a variance.
+
+    output   the name of the Linear that makes the logits, where it is not the last one outside the body
+    options  of `afield.attach`
+
+    returns  the `SNGP`
+    raises   those of `afield.attach`
+
+    >>> torch.allclose(hf.attach(bert)(**batch).logits, bert(**batch).logits)
+    True
+    """
     prepared, output = _prepare(net, output)
     return convert.attach(prepared, output=output, **_with_likelihood(net, options))
 
@@ -170,7 +186,15 @@ def save_pretrained(
 ) -> Path:
     """Write model, configuration and tokenizer (or image processor) to one folder: safetensors and JSON alone.
 
-    `metadata`, such as a policy, `neighbours` and `train` as in `afield.save`.
+    tokenizer   its own, or an image processor; None: none is written
+    metadata    such as a policy,
+    neighbours  and `train`, as in `afield.save`
+
+    returns  the folder
+    raises   TypeError if the network is not of transformers; those of `afield.save`
+
+    >>> hf.save_pretrained(text_model, "folder", tokenizer)
+    PosixPath('folder')
     """
     config = getattr(model.net, "config", None)
     if not isinstance(config, transformers.PretrainedConfig):
@@ -187,7 +211,15 @@ def save_pretrained(
 
 
 def from_pretrained(folder: str | os.PathLike[str]) -> SNGP:
-    """The model that `save_pretrained` wrote: the network is built from its configuration, then filled."""
+    """The model that `save_pretrained` wrote: the network is built from its configuration, then filled.
+
+    returns  the `SNGP`
+    raises   DamagedModel if the folder is not whole, or of a kind that this transformers does not have
+
+    >>> folder = hf.save_pretrained(text_model, "folder")
+    >>> torch.equal(hf.from_pretrained(folder).predict(batch).p_value, text_model.predict(batch).p_value)
+    True
+    """
     return load(folder, network_of(folder))
 
 
@@ -209,7 +241,13 @@ def network_of(folder: str | os.PathLike[str]) -> nn.Module:
 
 
 def labels_of(model: SNGP) -> list[str]:
-    """The names of the classes, from the configuration; numbers where it has none."""
+    """The names of the classes, from the configuration; numbers where it has none.
+
+    returns  a list of strings
+
+    >>> hf.labels_of(text_model)
+    ['card', 'rent', 'loan']
+    """
     names = getattr(getattr(model.net, "config", None), "id2label", None) or {}
     count = max(model.head.out_features, 2)
     return [str(names.get(k, k)) for k in range(count)] if len(names) == count else [str(k) for k in range(count)]

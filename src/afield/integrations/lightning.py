@@ -79,7 +79,14 @@ class FitPosterior(Callback):
 
 
 def find_model(module: nn.Module) -> SNGP:
-    """The one `SNGP` inside a module."""
+    """The one `SNGP` inside a module.
+
+    returns  it
+    raises   ValueError if there is none, or more than one
+
+    >>> find_model(torch.nn.Sequential(model)) is model
+    True
+    """
     found = [m for m in module.modules() if isinstance(m, SNGP)]
     if len(found) != 1:
         raise ValueError(

@@ -56,6 +56,14 @@ def save_model(
     metadata          and `neighbours`, as in `afield.save`
     code_paths        files and folders that hold the module of `net`, which are copied
     pip_requirements  None: this version of afield
+    mlflow_model      MLflow gives it, in `log_model`
+
+    returns  nothing
+    raises   TypeError if it is no `SNGP`; ValueError if `net` has no colon, or the folder is not empty
+
+    >>> save_model(model, "pets", net="mynets:make")
+    >>> sorted(each.name for each in pathlib.Path("pets").iterdir())
+    ['MLmodel', 'model', 'requirements.txt']
     """
     if not isinstance(model, SNGP):
         raise TypeError(f"Expected a model made by afield.sngp or afield.attach, got {type(model).__name__}.")
@@ -76,14 +84,36 @@ def save_model(
 
 
 def log_model(model: SNGP, name: str = "model", **options: Any) -> "ModelInfo":
-    """Log a model to the active run; `options` of `save_model`, and those of `mlflow.models.Model.log`."""
+    """Log a model to the active run.
+
+    name     of the model in the run
+    options  of `save_model`, and those of `mlflow.models.Model.log`
+
+    returns  MLflow's `ModelInfo`
+    raises   those of `save_model`
+
+    >>> with mlflow.start_run():
+    ...     info = log_model(model, "pets", net="mynets:make")
+    >>> torch.equal(load_model(info.model_uri).predict(x).probs, model.predict(x).probs)
+    True
+    """
     import afield.integrations.mlflow as flavor
 
     return Model.log(artifact_path=None, name=name, flavor=flavor, model=model, **options)
 
 
 def load_model(model_uri: str, dst_path: str | None = None) -> SNGP:
-    """The model of a URI of MLflow, or of a folder that `save_model` wrote."""
+    """The model of a URI of MLflow, or of a folder that `save_model` wrote.
+
+    dst_path  where to put its files; None: a temporary folder
+
+    returns  the `SNGP`
+    raises   ValueError if the model is of another flavour
+
+    >>> save_model(model, "pets", net="mynets:make")
+    >>> type(load_model("pets")).__name__
+    'SNGP'
+    """
     return _load(Path(mlflow.artifacts.download_artifacts(artifact_uri=model_uri, dst_path=dst_path)))[0]
 
 

@@ -44,6 +44,12 @@ def sngp(
     num_classes  outputs; None: as many as the network has
     normalize    begin with the network's own normalisation
     options      of `afield.sngp`
+
+    returns  the `SNGP`
+    raises   ValueError if the network has several output layers, or one that is not a Linear
+
+    >>> afield_timm.sngp("resnet10t", num_classes=3).head.out_features
+    3
     """
     network, output = _prepare(net, pretrained, normalize)
     if num_classes is not None:
@@ -52,13 +58,29 @@ def sngp(
 
 
 def attach(net: str | nn.Module, *, normalize: bool = False, **options: Any) -> SNGP:
-    """`afield.attach` for a trained network of timm; a name loads its pretrained weights."""
+    """`afield.attach` for a trained network of timm; a name loads its pretrained weights.
+
+    normalize  begin with the network's own normalisation
+    options    of `afield.attach`
+
+    returns  the `SNGP`
+    raises   ValueError if the network has several output layers, or one that is not a Linear
+
+    >>> torch.equal(afield_timm.attach(resnet)(images), resnet(images))
+    True
+    """
     network, output = _prepare(net, True, normalize)
     return convert.attach(network, output=output, **options)
 
 
 def normalization(net: nn.Module) -> Normalize:
-    """The first step of the network's own preprocessing: bytes or numbers in [0, 1] -> (x - mean) / std."""
+    """The first step of the network's own preprocessing: bytes or numbers in [0, 1] -> (x - mean) / std.
+
+    returns  a module
+
+    >>> afield_timm.normalization(resnet)(images).shape == images.shape
+    True
+    """
     config = _config(net)
     return Normalize(config["mean"], config["std"])
 

@@ -148,7 +148,16 @@ def measured(mapping: SNGP | Callable[[Tensor], Tensor], x: Tensor, *, pairs: in
 
 
 def nearest_distance(x: Tensor, train: Tensor) -> Tensor:
-    """The distance (N,) from each of x to the nearest of the training examples, in the space they are given in."""
+    """The distance (N,) from each of x to the nearest of the training examples, in the space they are given in.
+
+    train  the training examples (M, ...)
+
+    returns  a tensor (N,)
+    raises   RuntimeError if the shapes of examples differ
+
+    >>> afield.diagnose.nearest_distance(torch.tensor([[3.0]]), torch.tensor([[0.0], [1.0]]))
+    tensor([2.])
+    """
     flat = train.flatten(1)
     return torch.cat(
         [
@@ -162,6 +171,14 @@ def mean_distance(x: Tensor, train: Tensor) -> Tensor:
     """The mean distance (N,) from each of x to the training examples: that of the paper's definition of awareness.
 
     Between two clusters it is no larger than inside them, so that no function of it says that a gap is foreign.
+
+    train  the training examples (M, ...)
+
+    returns  a tensor (N,)
+    raises   RuntimeError if the shapes of examples differ
+
+    >>> afield.diagnose.mean_distance(torch.tensor([[3.0]]), torch.tensor([[0.0], [1.0]]))
+    tensor([2.5000])
     """
     return torch.cat([torch.cdist(part.flatten(1), train.flatten(1)).mean(1) for part in x.split(1024)])
 
@@ -184,7 +201,16 @@ def distance_correlation(
 
 
 def spearman(a: Tensor, b: Tensor) -> float:
-    """Spearman's rank correlation; ties share their average rank."""
+    """Spearman's rank correlation of two vectors (N,); ties share their average rank.
+
+    b  the other vector
+
+    returns  a number between -1 and 1
+    raises   ValueError if their lengths differ
+
+    >>> afield.diagnose.spearman(torch.tensor([1.0, 2.0, 3.0]), torch.tensor([1.0, 4.0, 9.0]))
+    1.0
+    """
     if a.shape != b.shape or a.dim() != 1 or a.numel() < 2:
         raise ValueError(f"spearman expects two vectors of one length >= 2, got {tuple(a.shape)} and {tuple(b.shape)}.")
     ranks = torch.stack([_ranks(a), _ranks(b)])
@@ -211,6 +237,16 @@ def variance_error(
 
     loader  the training data that `fit_posterior` saw; it is read q times, from memory if its hidden vectors fit
     starts  s, random vectors for each class;  steps  q, products with each: more of them make a closer bound
+    probability  that the bound holds for all of them;  seed  of the random vectors
+
+    returns  a tensor (K,)
+    raises   ValueError if the posterior is not low-rank; NotFitted before `fit_posterior`
+
+    >>> small = afield.sngp(net, covariance="per_class", rank=20, num_random_features=64)
+    >>> afield.fit_posterior(small, train_loader)
+    200
+    >>> afield.diagnose.variance_error(small, train_loader).shape
+    torch.Size([3])
 
     v is the variance by the exact precision H of a class, vhat the one by Hhat of `afield.gp.low_rank`. With
     E = H - Hhat, M = Hhat^-1/2 E Hhat^-1/2 and u = Hhat^-1/2 phi, v is u^T (I + M)^-1 u and vhat is u^T u, so that

@@ -75,6 +75,18 @@ def make_all(
     output: nn.Linear | None = None,
     device: torch.device | str | None = None,
 ) -> dict[str, FittedScore]:
-    """An empty accumulator of every fitted score; without an output layer, of those that do not need it."""
+    """An empty accumulator of every fitted score; without an output layer, of those that do not need it.
+
+    num_classes  the first argument is that of hidden features
+    output       the dense layer over the hidden vectors
+
+    returns  a dictionary by name
+    raises   ValueError if the output layer has other sizes
+
+    >>> fitted = afield.distance_scores.make_all(16, 3)
+    >>> fitted["knn"].update(p.features, y)
+    >>> fitted["knn"].score(p).shape
+    torch.Size([300])
+    """
     scores = {name: make(num_features, num_classes, output=output, device=device) for name, make in FITTED.items()}
     return {name: score for name, score in scores.items() if output is not None or "output" not in score.needs}

@@ -23,7 +23,17 @@ if TYPE_CHECKING:
 
 
 def label(prediction: "Prediction", k: int) -> "Prediction":
-    """Of label k, as of two classes; its p-value is that of the label."""
+    """Of label k, as of two classes; its p-value is that of the label.
+
+    k  number of the label, from 0
+
+    returns  a `Prediction` with classes 0, it does not apply, and 1
+    raises   ValueError if the outputs are not several labels; IndexError if there is no label k
+
+    >>> p = afield.Prediction(torch.zeros(2, 3), probs=torch.full((2, 3), 0.8), likelihood="bernoulli")
+    >>> afield.labels.label(p, 0).probs[0]
+    tensor([0.2000, 0.8000])
+    """
     check_has_labels(prediction, "label")
     if not -prediction.logits.shape[1] <= k < prediction.logits.shape[1]:
         raise IndexError(f"label {k} out of range for {prediction.logits.shape[1]} labels")
@@ -43,7 +53,15 @@ def label(prediction: "Prediction", k: int) -> "Prediction":
 
 
 def each_label(prediction: "Prediction") -> list["Prediction"]:
-    """`label` of all."""
+    """`label` of all.
+
+    returns  a list with a `Prediction` for each label
+    raises   ValueError if the outputs are not several labels
+
+    >>> p = afield.Prediction(torch.zeros(2, 3), probs=torch.full((2, 3), 0.8), likelihood="bernoulli")
+    >>> len(afield.labels.each_label(p))
+    3
+    """
     check_has_labels(prediction, "each_label")
     return [label(prediction, k) for k in range(prediction.logits.shape[1])]
 
@@ -70,8 +88,19 @@ def label_metrics(
 ) -> Mapping[str, Mapping[str, float]]:
     """Metrics of each label, under "0", "1" and so on, and their "mean".
 
+    target  (N, K) zeros and ones
+    names   of the metrics:
+
     auroc  of the label's probability, where it applies against where it does not; nan where all targets are alike
     else   a name of `afield.metrics.METRICS`
+
+    returns  a mapping of mappings: label, metric, number
+    raises   ValueError if the shapes differ
+
+    >>> logits = torch.tensor([[2.0, 1.0], [-2.0, -1.0]])
+    >>> p = afield.Prediction(logits, probs=logits.sigmoid(), likelihood="bernoulli")
+    >>> afield.labels.label_metrics(p, torch.tensor([[1, 1], [0, 0]]), ("auroc",))["mean"]
+    {'auroc': 1.0}
     """
     from afield.prediction.metrics import METRICS, auroc  # metrics read predictions
 

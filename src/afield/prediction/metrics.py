@@ -25,6 +25,10 @@ aupr               average precision: sum over thresholds of precision times the
 aupr_in            the same with in-domain positive and the scores negated
 fpr95              fraction of in-domain examples flagged at the strictest threshold that flags 95% of the OOD ones
 
+Every function returns a float. Those of predictions take a `Prediction` and `target`, class indices (N,) or numbers
+(N, K); those of scores take `in_domain` (n,) and `ood` (m,). They raise ValueError if the shapes do not fit, if
+something is not finite, or if the prediction lacks what the metric needs.
+
 They are written out in torch, not taken from torchmetrics or scikit-learn: `import afield` stays light, they run on
 the device of the prediction in float64, and each fits on a few lines. The tests check each against scikit-learn,
 scipy or a definition. No metric depends on the order of the examples.
@@ -49,32 +53,52 @@ Metric = Callable[[Prediction, Tensor], float]
 
 
 def accuracy(prediction: Prediction, target: Tensor) -> float:
-    """The fraction of examples whose most probable class is right."""
+    """The fraction of examples whose most probable class is right.
+
+    >>> afield.metrics.accuracy(p, y) > 0.9
+    True
+    """
     _, right = _confidence(prediction, target)
     return float(right.mean())
 
 
 def nll(prediction: Prediction, target: Tensor) -> float:
-    """The mean negative log-likelihood of the right classes."""
+    """The mean negative log-likelihood of the right classes.
+
+    >>> afield.metrics.nll(p, y) < 0.5
+    True
+    """
     probs, target = _classes(prediction, target)
     p = probs.gather(1, target[:, None])
     return float(-p.clamp_min(torch.finfo(torch.float32).tiny).log().mean())
 
 
 def brier(prediction: Prediction, target: Tensor) -> float:
-    """The mean squared distance between the probabilities and the right class, one-hot."""
+    """The mean squared distance between the probabilities and the right class, one-hot.
+
+    >>> 0 <= afield.metrics.brier(p, y) < 0.2
+    True
+    """
     probs, target = _classes(prediction, target)
     truth = torch.zeros_like(probs).scatter_(1, target[:, None], 1.0)
     return float((probs - truth).square().sum(1).mean())
 
 
 def ece(prediction: Prediction, target: Tensor) -> float:
-    """The expected calibration error over bins of equal width."""
+    """The expected calibration error over bins of equal width.
+
+    >>> 0 <= afield.metrics.ece(p, y) < 0.2
+    True
+    """
     return _calibration_error(*_confidence(prediction, target))
 
 
 def adaptive_ece(prediction: Prediction, target: Tensor) -> float:
-    """The expected calibration error over bins with equally many examples."""
+    """The expected calibration error over bins with equally many examples.
+
+    >>> 0 <= afield.metrics.adaptive_ece(p, y) < 0.2
+    True
+    """
     confidence, right = _confidence(prediction, target)
     # Equal confidences share their gaps, so that an edge between two bins may cut them anywhere.
     values, group, size = confidence.unique(return_inverse=True, return_counts=True)
@@ -84,19 +108,31 @@ def adaptive_ece(prediction: Prediction, target: Tensor) -> float:
 
 
 def classwise_ece(prediction: Prediction, target: Tensor) -> float:
-    """The expected calibration error of each class's probability, averaged over the classes."""
+    """The expected calibration error of each class's probability, averaged over the classes.
+
+    >>> 0 <= afield.metrics.classwise_ece(p, y) < 0.2
+    True
+    """
     probs, target = _classes(prediction, target)
     errors = [_calibration_error(p, (target == k).double()) for k, p in enumerate(probs.unbind(1))]
     return sum(errors) / len(errors)
 
 
 def aurc(prediction: Prediction, target: Tensor) -> float:
-    """The area under the risk-coverage curve."""
+    """The area under the risk-coverage curve.
+
+    >>> afield.metrics.aurc(p, y) <= 1 - afield.metrics.accuracy(p, y)
+    True
+    """
     return _risk_coverage(prediction, target).area
 
 
 def coverage_at_risk(prediction: Prediction, target: Tensor, risk: float = 0.01) -> float:
-    """The largest coverage whose error rate is at most `risk`."""
+    """The largest coverage whose error rate is at most `risk`.
+
+    >>> afield.metrics.coverage_at_risk(p, y, risk=0.05) > 0.9
+    True
+    """
     return _risk_coverage(prediction, target).coverage_at(risk)
 
 
@@ -114,18 +150,30 @@ METRICS: Registry[Metric] = Registry(
 
 
 def rmse(prediction: Prediction, target: Tensor) -> float:
-    """The root mean squared error of the predicted mean."""
+    """The root mean squared error of the predicted mean.
+
+    >>> afield.metrics.rmse(numbers, targets) < 1
+    True
+    """
     return math.sqrt(float((_numbers(prediction, target) - prediction.mean.double()).square().mean()))
 
 
 def gaussian_nll(prediction: Prediction, target: Tensor) -> float:
-    """The mean negative log-likelihood of the targets, summed over the outputs."""
+    """The mean negative log-likelihood of the targets, summed over the outputs.
+
+    >>> afield.metrics.gaussian_nll(numbers, targets) < 2
+    True
+    """
     z, std = _standardize(prediction, target)
     return float((0.5 * z.square() + std.log() + 0.5 * math.log(2 * math.pi)).sum(1).mean())
 
 
 def crps(prediction: Prediction, target: Tensor) -> float:
-    """The continuous ranked probability score, averaged over examples and outputs."""
+    """The continuous ranked probability score, averaged over examples and outputs.
+
+    >>> 0 < afield.metrics.crps(numbers, targets) < 1
+    True
+    """
     z, std = _standardize(prediction, target)
     density = torch.exp(-0.5 * z.square()) / math.sqrt(2 * math.pi)
     # 2 Phi(z) - 1 = erf(z / sqrt(2))
@@ -133,7 +181,11 @@ def crps(prediction: Prediction, target: Tensor) -> float:
 
 
 def interval_coverage(prediction: Prediction, target: Tensor, level: float = 0.95) -> float:
-    """The fraction of targets inside the central interval of probability `level`."""
+    """The fraction of targets inside the central interval of probability `level`.
+
+    >>> afield.metrics.interval_coverage(numbers, targets, level=0.9) > 0.7
+    True
+    """
     z, _ = _standardize(prediction, target)
     if not 0 < level < 1:
         raise ValueError(f"level must lie strictly between 0 and 1, got {level}.")
@@ -147,7 +199,11 @@ REGRESSION_METRICS: Registry[Metric] = Registry(
 
 
 def auroc(in_domain: Tensor, ood: Tensor) -> float:
-    """The area under the ROC curve of scores (n,) and (m,): the Mann-Whitney statistic."""
+    """The area under the ROC curve of scores (n,) and (m,): the Mann-Whitney statistic.
+
+    >>> afield.metrics.auroc(torch.tensor([0.1, 0.2, 0.3]), torch.tensor([0.3, 0.9]))  # one tie in six pairs
+    0.9166666666666666
+    """
     in_domain, ood = _check_scores(in_domain, ood)
     below = torch.searchsorted(in_domain, ood, right=False)
     upto = torch.searchsorted(in_domain, ood, right=True)
@@ -155,7 +211,11 @@ def auroc(in_domain: Tensor, ood: Tensor) -> float:
 
 
 def aupr(in_domain: Tensor, ood: Tensor) -> float:
-    """The average precision with OOD as the positive class."""
+    """The average precision with OOD as the positive class.
+
+    >>> afield.metrics.aupr(torch.tensor([0.1, 0.2, 0.3]), torch.tensor([0.8, 0.9]))
+    1.0
+    """
     in_domain, ood = _check_scores(in_domain, ood)
     false, true = _flagged(in_domain, ood)
     recall = true.double() / ood.numel()
@@ -163,12 +223,20 @@ def aupr(in_domain: Tensor, ood: Tensor) -> float:
 
 
 def aupr_in(in_domain: Tensor, ood: Tensor) -> float:
-    """The average precision with in-domain as the positive class."""
+    """The average precision with in-domain as the positive class.
+
+    >>> afield.metrics.aupr_in(torch.tensor([0.1, 0.2, 0.3]), torch.tensor([0.8, 0.9]))
+    1.0
+    """
     return aupr(-ood, -in_domain)
 
 
 def fpr95(in_domain: Tensor, ood: Tensor) -> float:
-    """The false positive rate at a true positive rate of 95%."""
+    """The false positive rate at a true positive rate of 95%.
+
+    >>> afield.metrics.fpr95(torch.tensor([0.1, 0.2, 0.3, 0.85]), torch.tensor([0.8, 0.9]))
+    0.25
+    """
     in_domain, ood = _check_scores(in_domain, ood)
     false, true = _flagged(in_domain, ood)
     enough = 20 * true >= 19 * ood.numel()  # in whole numbers: 0.95 has no exact float

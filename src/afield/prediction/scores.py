@@ -13,8 +13,9 @@ gen                   sum over the M largest p_k of p_k^g (1 - p_k)^g,   M = min
                       entropy of Liu, Lochman and Zach, CVPR 2023, "GEN"
 min_distance          min_k d_k, of a model whose logits are minus its distances d to prototypes (IsoMax+)
 
-Each is a pure function of a `Prediction`; its line in `SCORES` says which fields it needs. Scores that are fitted to
-training features first are in `afield.distance_scores`.
+Each is a pure function of a `Prediction` that returns a tensor (N,); its line in `SCORES` says which fields it needs,
+and it raises ValueError if the prediction lacks one. Scores that are fitted to training features first are in
+`afield.distance_scores`.
 """
 
 import math
@@ -58,24 +59,40 @@ class Score:
 
 
 def max_probability(prediction: Prediction) -> Tensor:
-    """One minus the largest probability."""
+    """One minus the largest probability.
+
+    >>> torch.allclose(afield.scores.max_probability(p), 1 - p.confidence, atol=1e-6)
+    True
+    """
     probs = _need(prediction, "probs")
     # The sum of the others: 1 - max would have no digits left where the model is sure.
     return probs.scatter(-1, probs.argmax(-1, keepdim=True), 0.0).sum(-1)
 
 
 def max_logit(prediction: Prediction) -> Tensor:
-    """Minus the largest logit."""
+    """Minus the largest logit.
+
+    >>> torch.equal(afield.scores.max_logit(p), -p.logits.amax(-1))
+    True
+    """
     return -symmetric(prediction.logits).amax(-1)
 
 
 def entropy(prediction: Prediction) -> Tensor:
-    """The entropy of the class probabilities."""
+    """The entropy of the class probabilities.
+
+    >>> bool((afield.scores.entropy(p) >= 0).all())
+    True
+    """
     return _entropy(_need(prediction, "probs"))
 
 
 def gen(prediction: Prediction, *, power: float = 0.1, largest: int = 100) -> Tensor:
-    """The generalised entropy of the largest class probabilities."""
+    """The generalised entropy of the largest class probabilities.
+
+    >>> afield.scores.gen(p).shape == p.labels.shape
+    True
+    """
     probs = _need(prediction, "probs")
     p = probs.topk(min(largest, probs.shape[-1])).values
     # Of the largest, the sum of all others, as in max_probability: the small power makes much of the last digits.
@@ -84,12 +101,20 @@ def gen(prediction: Prediction, *, power: float = 0.1, largest: int = 100) -> Te
 
 
 def energy(prediction: Prediction) -> Tensor:
-    """Minus the log of the sum of the exponentials of the logits."""
+    """Minus the log of the sum of the exponentials of the logits.
+
+    >>> torch.allclose(afield.scores.energy(p), -p.logits.logsumexp(-1))
+    True
+    """
     return -torch.logsumexp(symmetric(prediction.logits), dim=-1)
 
 
 def dempster_shafer(prediction: Prediction) -> Tensor:
-    """The Dempster-Shafer uncertainty of the mean-field logits; without a variance, of the logits themselves."""
+    """The Dempster-Shafer uncertainty of the mean-field logits; without a variance, of the logits themselves.
+
+    >>> afield.scores.dempster_shafer(p).amax() <= 1
+    tensor(True)
+    """
     logits = symmetric(prediction.adjusted_logits())
     # Softmax leaves the common level of the logits free, and a network trained elsewhere may have any.
     evidence = torch.logsumexp(logits - logits.mean(-1, keepdim=True), dim=-1)
@@ -97,19 +122,32 @@ def dempster_shafer(prediction: Prediction) -> Tensor:
 
 
 def variance(prediction: Prediction) -> Tensor:
-    """The posterior variance, averaged over the outputs where each has its own."""
+    """The posterior variance, averaged over the outputs where each has its own.
+
+    >>> torch.equal(afield.scores.variance(p), p.variance)
+    True
+    """
     v = _need(prediction, "variance")
     return v if v.dim() == 1 else v.mean(-1)
 
 
 def joined(prediction: Prediction) -> Tensor:
-    """The joined score, which a calibrated model computes with its prediction."""
+    """The joined score, which a calibrated model computes with its prediction.
+
+    >>> torch.equal(afield.scores.joined(p), p.score())
+    True
+    """
     asked = " At positions it is made by predict(..., joined=True)." if prediction.p_value is not None else ""
     return _need(prediction, "joined", asked)
 
 
 def mutual_information(prediction: Prediction) -> Tensor:
-    """The mutual information of the class and the member that predicts it."""
+    """The mutual information of the class and the member that predicts it.
+
+    >>> both = afield.Prediction(torch.zeros(1, 2), members=torch.tensor([[[1.0, 0.0]], [[0.0, 1.0]]]))
+    >>> afield.scores.mutual_information(both)  # two sure members that disagree: log 2
+    tensor([0.6931])
+    """
     members = _need(prediction, "members")
     return _entropy(members.mean(0)) - _entropy(members).mean(0)
 
@@ -120,7 +158,11 @@ def _has_no_positive_logits(prediction: Prediction) -> bool:
 
 
 def min_distance(prediction: Prediction) -> Tensor:
-    """The distance to the nearest prototype."""
+    """The distance to the nearest prototype.
+
+    >>> afield.scores.min_distance(afield.Prediction(torch.tensor([[-3.0, -1.0]])))
+    tensor([1.])
+    """
     if not _has_no_positive_logits(prediction):
         raise ValueError("min_distance needs logits that are minus distances, as isomax-plus has, got positive ones.")
     return max_logit(prediction)
@@ -142,7 +184,11 @@ SCORES: Registry[Score] = Registry(
 
 
 def symmetric(logits: Tensor) -> Tensor:
-    """One logit z as the two logits (-z / 2, z / 2), so that scores treat both classes alike."""
+    """One logit z as the two logits (-z / 2, z / 2), so that scores treat both classes alike.
+
+    >>> afield.scores.symmetric(torch.tensor([[3.0]]))
+    tensor([[-1.5000,  1.5000]])
+    """
     return logits if logits.shape[-1] > 1 else torch.cat([-logits / 2, logits / 2], dim=-1)
 
 
