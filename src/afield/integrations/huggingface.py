@@ -177,12 +177,7 @@ class FitPosterior(TrainerCallback):
 
 
 def save_pretrained(
-    model: SNGP,
-    folder: str | os.PathLike[str],
-    tokenizer: Any = None,
-    *,
-    metadata: Mapping[str, Any] | None = None,
-    **neighbours: Any,
+    model: SNGP, folder: str | os.PathLike[str], tokenizer: Any = None, *, metadata: Any = None, **neighbours: Any
 ) -> Path:
     """Write model, configuration and tokenizer (or image processor) to one folder: safetensors and JSON alone.
 
