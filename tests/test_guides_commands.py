@@ -38,6 +38,7 @@ SMALLER = (
     (r"--cluster auto", "--cluster local"),
 )
 ELSEWHERE = {  # how a line begins: what runs in its place
+    "afield demo --serve": "tests/cli/test_demo_stream.py",
     "pip install": ".ci/release installs the wheel into an empty environment",
     "srun": "a simulated SLURM job in tests/experiment/test_distributed.py",
     "NODE_RANK=0": "the nodes of tests/experiment/test_distributed.py",
@@ -56,7 +57,9 @@ def lines_of(page: str) -> list[str]:
 
 def test_every_line_runs_here_or_is_said_to_run_elsewhere():
     named = {page for page, line in shell_lines() if not line.startswith(tuple(ELSEWHERE))}
-    assert named == {*PREPARE, "docs/serving.md"}
+    assert named == {*PREPARE, "docs/serving.md", "README.md"}
+    served = {line.partition("#")[0].strip() for line in lines_of("docs/serving.md")}
+    assert {line.partition("#")[0].strip() for line in lines_of("README.md")} <= served
 
 
 def words_of(line: str) -> list[str]:
