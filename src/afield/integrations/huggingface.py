@@ -198,7 +198,7 @@ def save_pretrained(
             "afield.save(model, folder)."
         )
     config = copy.deepcopy(config)
-    config.architectures = [_network_class(model.net).__name__]
+    config.architectures = [getattr(model.net, "net_type", type(model.net)).__name__]
     config.save_pretrained(folder)
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
@@ -219,7 +219,14 @@ def from_pretrained(folder: str | os.PathLike[str]) -> SNGP:
 
 
 def network_of(folder: str | os.PathLike[str]) -> nn.Module:
-    """The network, untrained, whose model `save_pretrained` wrote."""
+    """The network, untrained, whose model `save_pretrained` wrote.
+
+    returns  a module
+    raises   as `from_pretrained`
+
+    >>> type(hf.network_of(hf.save_pretrained(text_model, "folder"))).__name__
+    'BertForSequenceClassification'
+    """
     read_index(folder)
     if not (Path(folder) / "config.json").is_file():
         raise DamagedModel(f"{folder} has no config.json: it was not written by save_pretrained. Use afield.load.")
@@ -292,9 +299,8 @@ class TextClassifier:
         if not texts:
             return []
         p = self.predict(texts, progress=progress)
-        accepted = p.accept(alpha)
         assert p.p_value is not None
-        columns = {"p_value": p.p_value, "accepted": accepted, "score": p.score()}
+        columns = {"p_value": p.p_value, "accepted": p.accept(alpha), "score": p.score()}
         of_texts = zip(*(column.tolist() for column in columns.values()), strict=True)
         return [
             answer | dict(zip(columns, values, strict=True))
@@ -348,11 +354,6 @@ def _named(p: Prediction, names: list[str]) -> list[dict[str, Any]]:
         }
         for applies, probs, p_values in rows
     ]
-
-
-def _network_class(net: nn.Module) -> type:
-    """The class of transformers that a network belongs to."""
-    return net.net_type if isinstance(net, LastToken) else type(net)
 
 
 def _prepare(net: PreTrainedModel, output: str | None) -> tuple[nn.Module, str]:
