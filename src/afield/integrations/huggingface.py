@@ -299,8 +299,7 @@ class TextClassifier:
         if not texts:
             return []
         p = self.predict(texts, progress=progress)
-        assert p.p_value is not None
-        columns = {"p_value": p.p_value, "accepted": p.accept(alpha), "score": p.score()}
+        columns: dict[str, Any] = {"p_value": p.p_value, "accepted": p.accept(alpha), "score": p.score()}
         of_texts = zip(*(column.tolist() for column in columns.values()), strict=True)
         return [
             answer | dict(zip(columns, values, strict=True))
