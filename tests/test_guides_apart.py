@@ -142,7 +142,7 @@ def of_mlflow() -> dict[str, Any]:
 
 
 def rows_as_the_page_says(names: dict[str, Any]) -> None:
-    assert list(names["rows"].columns) == ["label", "probability", "variance", "p_value", "accepted", "score"]
+    assert {*names["rows"].columns} == {"label", "probability", "variance", "p_value", "accepted", "score"}
     assert len(names["rows"]) == 100
 
 
