@@ -105,10 +105,10 @@ def _tails(source: Source, prediction: Prediction, unit: Tensor, unit_held: Tens
     head, first = source.model.head, halves(source.held)
     seen = [sources_of(head, p.features).double() for p in (source.held[first], prediction)]
     fourth = [m.double()[:, None].expand(-1, len(OURS)) for m in (unit_held[first], unit)]
-    return torch.cat([_each(*seen), _each(*fourth)[:, :1]], dim=1)
+    return torch.cat([terms(*seen), terms(*fourth)[:, :1]], dim=1)
 
 
-def _each(held: Tensor, values: Tensor) -> Tensor:
+def terms(held: Tensor, values: Tensor) -> Tensor:
     """The terms of a joined score that is fitted to `held`, each without its weight."""
     score = JoinedScore()
     score.fit(held)

@@ -165,3 +165,25 @@ def test_a_kept_mean_of_numbers_has_the_standardised_vector():
         assert afield.attach(net, **options).head.random_features.geometry == expected
     assert afield.attach(net, likelihood="bernoulli").head.random_features.geometry == "direction_length"
     assert afield.attach(plain()).head.random_features.geometry == "direction_length"
+
+
+@pytest.mark.parametrize(("width", "count"), [(1, 512), (64, 512), (200, 800), (384, 1536), (640, 2048)])
+def test_wide_hidden_vectors_have_more_random_features(width, count):
+    net = nn.Sequential(nn.Linear(2, width), nn.Linear(width, 3))
+    assert afield.sngp(net, None).head.features_of_variance.num_random_features == count
+    assert afield.sngp(net, None).head.random_features.num_random_features == 1024
+    assert afield.attach(net).head.features_of_variance.num_random_features == count
+    per_class = afield.sngp(net, None, covariance="per_class")
+    assert per_class.head.features_of_variance.num_random_features == min(1024, count)
+    given = afield.sngp(net, None, num_random_features=40)
+    assert given.head.features_of_variance.num_random_features == 40
+
+
+def test_a_saved_model_has_as_many_features_as_it_had(tmp_path):
+    x = torch.randn(60, 2)
+    net = nn.Sequential(nn.Linear(2, 200), nn.ReLU(), nn.Linear(200, 3))
+    for number, model in enumerate((afield.attach(net), afield.sngp(net, None))):
+        afield.fit_posterior(model, [(x, torch.arange(60) % 3)])
+        afield.save(model, tmp_path / str(number))
+        loaded = afield.load(tmp_path / str(number), net)
+        assert torch.equal(loaded.predict(x).variance, model.predict(x).variance)

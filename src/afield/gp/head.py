@@ -56,7 +56,8 @@ class GaussianProcessHead(HeadState):
     constant             add a trained constant to f, outside the prior (far from the data, f tends to it)
     mean                 a trained output layer to keep as f; there are then no output weights to train
     variance_features    "same" as the mean's, "own", or "auto": own for classification. A mapping has options of
-                         `RandomFeatures` for own ones
+                         `RandomFeatures` for own ones, of which there are 512 to 2048, by the width of h, unless
+                         `num_random_features` is given
     noise                of a gaussian likelihood: "output", one variance an output; "full", a covariance of the
                          outputs; "input", one that also varies with the input (`gp.noise`)
     predictive           how the posterior makes probabilities: a name of `afield.predictive.PREDICTIVES`
@@ -107,9 +108,8 @@ class GaussianProcessHead(HeadState):
             features = {"grow": True, **features}
         self.random_features = RandomFeatures(in_features, **features)
         own = mean is None and has_own_features(variance_features, likelihood)
-        self.register_module(
-            "variance_features", own_features(self.random_features, variance_features, features) if own else None
-        )
+        of_variance = own_features(self.random_features, variance_features, features, covariance) if own else None
+        self.register_module("variance_features", of_variance)
         num_random_features = self.features_of_variance.num_random_features
         num_matrices = out_features if covariance == "per_class" else 1
         num_classes = LIKELIHOODS[likelihood].num_classes(out_features)

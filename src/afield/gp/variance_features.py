@@ -16,6 +16,12 @@ CHOICES = ("auto", "own", "same")
 FOR_VARIANCE: dict[str, Any] = {"geometry": "direction_length", "fraction": 0.5, "grow": True}  # docs/defaults.md
 
 FOR_NUMBERS: dict[str, Any] = {"geometry": "standardized", "fraction": 0.35}  # where a kept mean is not of classes
+_A_UNIT, _FEWEST, _MOST, _MOST_PER_CLASS = 4, 512, 2048, 1024  # random features; docs/defaults.md
+
+
+def enough_features(width: int, *, covariance: str = "shared") -> int:
+    """How many random features a variance gets over hidden vectors of this width; memory goes by their square."""
+    return min(_MOST if covariance == "shared" else _MOST_PER_CLASS, max(_FEWEST, _A_UNIT * width))
 
 
 def has_own_features(choice: str | Mapping[str, Any], likelihood: str) -> bool:
@@ -29,10 +35,14 @@ def has_own_features(choice: str | Mapping[str, Any], likelihood: str) -> bool:
 
 
 def own_features(
-    of_mean: RandomFeatures, choice: str | Mapping[str, Any], features: Mapping[str, Any]
+    of_mean: RandomFeatures, choice: str | Mapping[str, Any], features: Mapping[str, Any], covariance: str
 ) -> RandomFeatures:
-    """As many as the mean's, unless `choice` has other options; `features` are the options of the mean's."""
-    options = {"num_random_features": of_mean.num_random_features, **FOR_VARIANCE}
+    """As many as are enough, or as the mean was told to have; `choice` may have other options.
+
+    features  the options of the mean's
+    """
+    count = features.get("num_random_features", enough_features(of_mean.in_features, covariance=covariance))
+    options = {"num_random_features": count, **FOR_VARIANCE}
     given = features.get("generator")
     # A copy of the generator: training draws the same numbers whether or not the variance has features of its own.
     generator = torch.Generator()

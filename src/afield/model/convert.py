@@ -17,7 +17,7 @@ from afield.bounds.spectral import BOUNDABLE, bound, boundable
 from afield.errors import WrongOutput
 from afield.gp.head import GaussianProcessHead
 from afield.gp.likelihoods import LIKELIHOODS, UNDECIDED
-from afield.gp.variance_features import FOR_NUMBERS, FOR_VARIANCE
+from afield.gp.variance_features import FOR_NUMBERS, FOR_VARIANCE, enough_features
 from afield.model.batches import device_of, split_batch
 from afield.model.evaluating import evaluating
 from afield.model.layers import (
@@ -162,7 +162,7 @@ def attach(net: nn.Module, *, output: str | Several | None = None, example: Any 
     if head.get("covariance", "shared") != "shared":
         raise ValueError('attach keeps the most probable class, which needs covariance="shared".')
     net, output, old, kind = _copied(net, output)
-    head = {**kind.attached, **of_problem(net), **head}
+    head = {"num_random_features": enough_features(kind.inputs(old)), **kind.attached, **of_problem(net), **head}
     settings["head"] = _plain_options(head)
     undecided = "likelihood" not in head and kind.outputs(old) == 1
     of_classes = not undecided and LIKELIHOODS[head.get("likelihood", "categorical")].of_classes
