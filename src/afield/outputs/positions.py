@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from afield.gp.head import GaussianProcessHead
+from afield.outputs.planes import Plane
 from afield.prediction.p_values import conformal_p_value
 from afield.prediction.positions import from_rows, input_score
 from afield.prediction.prediction import Prediction
@@ -73,11 +74,37 @@ def predict_positions(
         head.joined_score = None  # of the snapshot: it would take as long as the features
     known = (head.reference, int(head.reference_draws), head.input_reference) if head.calibrated else None
     head.forget_reference()  # of the snapshot: a score may look at neighbours, so p-values come last
-    flat = h.flatten(0, -2)
-    parts = [replace(head.predict(rows, **options), features=None) for rows in flat.split(BLOCK)]
-    rows = replace(Prediction.cat(parts), features=flat)
-    prediction = from_rows(rows, shape[0], shape[1:], mask=mask)
+    prediction = _by_planes(head, h, **options)
+    if prediction is None:
+        flat = h.flatten(0, -2)
+        parts = [replace(head.predict(rows, **options), features=None) for rows in flat.split(BLOCK)]
+        prediction = from_rows(replace(Prediction.cat(parts), features=flat), shape[0], shape[1:])
+    prediction = replace(prediction, mask=mask)
     return prediction if known is None else _with_p_values(prediction, head, *known)
+
+
+def _by_planes(head: GaussianProcessHead, h: Tensor, **options: Any) -> Prediction | None:
+    """The prediction without a look at rows, where it can be made so."""
+    plane, parts = Plane.of(head, h), []
+    if plane is None:
+        return None
+    for image in h.movedim(-1, 1).flatten(2):
+        if (found := plane.posterior(image)) is None:
+            return None
+        parts.append(head.prediction(found[0].T, found[1], **options))
+    if any(part.members is not None or part.probs is None for part in parts):
+        return None
+
+    def shaped(values: list[Tensor]) -> Tensor:
+        return torch.stack(values).unflatten(-1, h.shape[1:-1])
+
+    return replace(
+        parts[0],
+        logits=shaped([part.logits.T for part in parts]),
+        probs=shaped([part.probs.T for part in parts if part.probs is not None]),
+        variance=shaped([part.variance for part in parts if part.variance is not None]),
+        features=h.movedim(-1, 1),
+    )
 
 
 def position_scores(prediction: Prediction, head: GaussianProcessHead) -> Tensor:

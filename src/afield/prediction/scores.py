@@ -179,10 +179,8 @@ def region(prediction: Prediction) -> Tensor:
             f"with positions {prediction.positions}{' and several labels' if prediction.has_labels else ''}. Rows, as "
             "prediction.rows() makes them, know no neighbours: take the score before."
         )
-    # At the dimension of classes, not the last one, as in the functions of rows.
-    probs, logits = _need(prediction, "probs"), symmetric(prediction.logits.movedim(1, -1)).movedim(-1, 1)
-    entropy_of = torch.special.entr(torch.where(probs == 0, 1.0, probs)).sum(1)
-    values = DOUBT * entropy_of - torch.logsumexp(logits, dim=1)
+    probs, logits = _need(prediction, "probs"), symmetric(prediction.logits.movedim(1, -1))
+    values = DOUBT * _entropy(probs.movedim(1, -1)) - torch.logsumexp(logits, dim=-1)
     return region_mean(values, probs, prediction.labels, prediction.mask)
 
 
