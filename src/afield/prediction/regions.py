@@ -2,26 +2,25 @@
 
     s(x) = sum_k p_k(x) sum_y w(y) p_k(y) u(y) / sum_y w(y) p_k(y),    y at most `WINDOW` // 2 from x in each direction
     w(y) = 1 inside a region, `EDGE` where a neighbour of y has another class, 0 at padding
-    u    = -log sum_k exp(m_k) + `DOUBT` H(p)
+    u    = -log sum_k exp(z_k),    z the mean-field logits of a position, centred
 
 A network doubts at every edge between two objects, known ones too, which is why single positions find edges before they
 find foreign objects. So x listens to positions that are probably of its class, and to edges hardly at all; what is thin
-has nothing but edges, and is judged by them. The energy of the logits m finds more with some networks, the entropy H of
-the probabilities, which the variance is part of, with others; their sum is near the better one with all.
+has nothing but edges, and is judged by them. The variance shrinks z towards zero, so it is a part of u.
 
 Of an input as a whole:
 
     S = sum_x v(x) s(x) / sum_x v(x),    v(x) = `PRIOR` / |P|, and 1 more inside regions of all but its commonest class
 
-The commonest class of an input is its background: how much of that there is should not count. docs/outputs.md has the
-evidence for all four numbers.
+The commonest class of an input is its background: how much of that there is should not count. docs/results.md has the
+evidence.
 """
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-WINDOW, EDGE, DOUBT, PRIOR = 7, 0.01, 5.0, 5.0
+WINDOW, EDGE, PRIOR = 7, 0.01, 5.0
 
 
 def region_mean(values: Tensor, probs: Tensor, classes: Tensor, mask: Tensor | None = None) -> Tensor:

@@ -11,7 +11,7 @@ joined                what the variance, the logits and the classes know togethe
 mutual_information    entropy of the mean of the members - mean entropy of the members
 gen                   sum over the M largest p_k of p_k^g (1 - p_k)^g,   M = min(K, 100), g = .1: the generalised
                       entropy of Liu, Lochman and Zach, CVPR 2023, "GEN"
-region                energy and entropy, averaged over the region around a position (`regions`): the default of a
+region                -log sum_k exp(z_k), averaged over the region around a position (`regions`): the default of a
                       calibrated classifier of pixels
 min_distance          min_k d_k, of a model whose logits are minus its distances d to prototypes (IsoMax+)
 
@@ -30,7 +30,7 @@ from torch import Tensor
 from afield.prediction.labels import mean_over_labels
 from afield.prediction.positions import at_positions, input_score
 from afield.prediction.prediction import Prediction
-from afield.prediction.regions import DOUBT, input_mean, region_mean
+from afield.prediction.regions import input_mean, region_mean
 from afield.registry import Registry
 
 
@@ -125,9 +125,7 @@ def dempster_shafer(prediction: Prediction) -> Tensor:
     tensor(True)
     """
     logits = symmetric(prediction.adjusted_logits())
-    # Softmax leaves the common level of the logits free, and a network trained elsewhere may have any.
-    evidence = torch.logsumexp(logits - logits.mean(-1, keepdim=True), dim=-1)
-    return torch.sigmoid(math.log(logits.shape[-1]) - evidence)
+    return torch.sigmoid(math.log(logits.shape[-1]) - _evidence(logits))
 
 
 def variance(prediction: Prediction) -> Tensor:
@@ -167,7 +165,7 @@ def _has_regions(prediction: Prediction) -> bool:
 
 
 def region(prediction: Prediction) -> Tensor:
-    """Energy and entropy of the region around each position.
+    """The energy of the region around each position.
 
     >>> probs = torch.rand(2, 3, 8, 8).softmax(1)
     >>> afield.scores.region(afield.Prediction(probs.log(), probs=probs)).shape
@@ -179,8 +177,8 @@ def region(prediction: Prediction) -> Tensor:
             f"with positions {prediction.positions}{' and several labels' if prediction.has_labels else ''}. Rows, as "
             "prediction.rows() makes them, know no neighbours: take the score before."
         )
-    probs, logits = _need(prediction, "probs"), symmetric(prediction.logits.movedim(1, -1))
-    values = DOUBT * _entropy(probs.movedim(1, -1)) - torch.logsumexp(logits, dim=-1)
+    probs = _need(prediction, "probs")
+    values = -_evidence(symmetric(prediction.adjusted_logits().movedim(1, -1)))
     return region_mean(values, probs, prediction.labels, prediction.mask)
 
 
@@ -232,6 +230,11 @@ def symmetric(logits: Tensor) -> Tensor:
 def _entropy(probs: Tensor) -> Tensor:
     # The slope of p log p at zero is infinite, and times the slope of p, which is zero, no number.
     return torch.special.entr(torch.where(probs == 0, 1.0, probs)).sum(-1)
+
+
+def _evidence(logits: Tensor) -> Tensor:
+    """log sum_k exp(z_k - mean z): softmax leaves the common level of the logits free, and a network may have any."""
+    return torch.logsumexp(logits - logits.mean(-1, keepdim=True), dim=-1)
 
 
 def _need(prediction: Prediction, field: str, advice: str = "") -> Tensor:
