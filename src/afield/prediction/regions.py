@@ -28,7 +28,7 @@ def region_mean(values: Tensor, probs: Tensor, classes: Tensor, mask: Tensor | N
 
     mask  (N, *P): the positions that are no padding; None: all
     """
-    weight = torch.where(is_inside(classes, mask), 1.0, EDGE).to(values)
+    weight = torch.full_like(values, EDGE).masked_fill(is_inside(classes, mask), 1.0)
     if mask is not None:
         weight, values = weight * mask, values.masked_fill(~mask, 0.0)
     share = probs * weight[:, None]

@@ -172,10 +172,11 @@ def region(prediction: Prediction) -> Tensor:
     torch.Size([2, 8, 8])
     """
     if not _has_regions(prediction):
+        labels = " and several labels" if prediction.has_labels else ""
         raise ValueError(
-            "region is a score of positions that have one class each, such as the pixels of an image, got a prediction "
-            f"with positions {prediction.positions}{' and several labels' if prediction.has_labels else ''}. Rows, as "
-            "prediction.rows() makes them, know no neighbours: take the score before."
+            "The score region needs positions that have one class each, such as the pixels of an image, got a "
+            f"prediction with positions {prediction.positions}{labels}. "
+            "Rows, as prediction.rows() makes them, know no neighbours: take the score before."
         )
     probs = _need(prediction, "probs")
     values = -_evidence(symmetric(prediction.adjusted_logits().movedim(1, -1)))
