@@ -73,6 +73,7 @@ def test_the_answers_are_those_of_rows(name: str, how: str, monkeypatch: pytest.
 
 REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
     "per class": ("sngp", {"covariance": "per_class"}),
+    "low rank": ("sngp", {"covariance": "per_class", "rank": 8}),
     "layer": ("attach", {"geometry": "layer"}),
     "arccos": ("attach", {"kernel": "arccos"}),
     "projection": ("attach", {"projection": 4}),

@@ -83,10 +83,12 @@ class Plane:
         if (
             math.prod(h.shape[1:-1]) < FEWEST
             or not plain_evaluation()
+            or not isinstance(precision, Precision)
+            or h.dtype not in (torch.float32, torch.float64)
             or not (h.dtype == head.random_features.weight.dtype == precision.root.dtype)
             or h.shape[-1] != head.in_features
             or torch.is_autocast_enabled(h.device.type)
-            or not isinstance(precision, Precision)
+            or not precision.factored
             or precision.num_matrices > 1
             or not likelihood.of_classes
             or likelihood.has_labels(head.out_features)
