@@ -40,7 +40,7 @@ def input_mean(scores: Tensor, classes: Tensor, num_classes: int, mask: Tensor |
     """The scores S (N,) of inputs, of scores s (N, *P) of their positions and the predicted classes."""
     flat, counted = classes.flatten(1), torch.ones_like(scores) if mask is None else mask.to(scores)
     counted = counted.flatten(1)
-    count = counted.new_zeros(len(flat), num_classes).scatter_add(1, flat, counted)
+    count = counted.new_zeros(flat.shape[0], num_classes).scatter_add(1, flat, counted)
     other = flat != count.argmax(1, keepdim=True)
     inside = is_inside(classes, mask).flatten(1)
     weight = counted * ((other & inside) + PRIOR / counted.sum(1, keepdim=True).clamp_min(1.0))
