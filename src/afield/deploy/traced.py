@@ -35,7 +35,7 @@ from afield.model.batches import Field, split_batch
 from afield.model.batches import Inputs as Fields
 from afield.model.layers import replace_layer
 from afield.model.sngp_model import SNGP
-from afield.outputs.positions import as_returned, input_scores, mask_of
+from afield.outputs.positions import as_returned, input_scores, looks_around, mask_of
 from afield.prediction.p_values import class_p_value, conformal_p_value, fewest_rows, predicted_class
 from afield.prediction.positions import from_rows, unflatten
 from afield.prediction.prediction import Prediction
@@ -149,12 +149,16 @@ class Graph(nn.Module):
             variance = prediction.variance
             answers = _of_numbers(prediction, self.correlated)
         prediction = dataclasses.replace(prediction, **head.own_fields(head.own_score(mean, variance, h)))
-        answers |= {"variance": variance}
+        around = self.score is not None and looks_around(self.score)
+        answers |= {"variance": variance} | ({} if around else {"score": prediction.score(self.score)})
         if found.dim() > 2:
             answers = {name: unflatten(values, found.shape[:-1]) for name, values in answers.items()}
             mask = mask_of(self.inputs.call(tensors)[1], found.shape[:-1])
-            prediction = from_rows(prediction, found.shape[0], found.shape[1:-1], mask=mask)
-        answers |= {"score": prediction.score(self.score)}
+            if around:
+                prediction = from_rows(prediction, found.shape[0], found.shape[1:-1])
+            prediction = dataclasses.replace(prediction, mask=mask)
+            if around:
+                answers["score"] = prediction.score(self.score)
         if self.alpha is not None:
             classes = predicted_class(prediction) if len(self.spans) else None
             answers["p_value"] = self.p_value(answers["score"], classes)

@@ -68,7 +68,7 @@ def to_rows(prediction: "Prediction") -> "Prediction":
 def from_rows(rows: "Prediction", inputs: int, positions: tuple[int, ...], **fields: Any) -> "Prediction":
     """The inverse of `to_rows`; `fields` are those of inputs."""
     shape = (inputs, *positions)
-    found = {n: t for n in _OF_ROWS if isinstance(t := getattr(rows, n), Tensor) and t.dim()}  # noise may be a number
+    found = {n: t for n in _OF_ROWS if isinstance(t := getattr(rows, n), Tensor)}
     shaped: dict[str, Any] = {n: unflatten(t, shape, int(n == "members")) for n, t in found.items()}
     return dataclasses.replace(rows, **shaped, **fields)
 
