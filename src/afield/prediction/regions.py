@@ -72,7 +72,7 @@ def _window_sum(t: Tensor) -> Tensor:
     for d in range(2, t.dim()):
         padding = [0, 0] * (t.dim() - d - 1) + [WINDOW // 2] * 2
         wide, size = F.pad(t, padding), t.shape[d]
-        t = wide.narrow(d, 0, size)
+        t = wide.narrow(d, 0, size).clone()
         for start in range(1, WINDOW):
-            t = t + wide.narrow(d, start, size)
+            t.add_(wide.narrow(d, start, size))
     return t
