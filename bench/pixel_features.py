@@ -26,10 +26,11 @@ from afield.prediction.metrics import METRICS, auroc
 from afield.tasks import shapes
 from afield.tasks.task import Task
 from bench.defaults import ROOT
-from bench.pixel_sources import task_without
+from bench.pixel_sources import Size, task_without
 
 RECORD = ROOT / "results" / "pixel-features.json"
 NUMBERS, DRAWS = (32, 64, 128, 256), 3
+SIZE = Size(400, 150, 80, 12)
 SCORES = ("entropy", "variance", "joined")
 RUNS = list(product((("attach", 8), ("attach", 32), ("sngp", 8)), ("square", "cross")))
 Foreign = dict[str, tuple[torch.Tensor, torch.Tensor]]
@@ -37,7 +38,7 @@ Foreign = dict[str, tuple[torch.Tensor, torch.Tensor]]
 
 def measure(kind: str, width: int, method: str) -> dict[str, dict[str, float]]:
     """Metrics by number of features."""
-    task, ood = task_without([k.name for k in shapes.KNOWN].index(kind), "dnn" if method == "attach" else method)
+    task, ood = task_without([k.name for k in shapes.KNOWN].index(kind), "dnn" if method == "attach" else method, SIZE)
     task = replace(task, backbone=partial(UNet, width=width))
     if method != "attach":
         models = {n: fit(task, METHODS[method], seed=0, num_random_features=n) for n in NUMBERS}

@@ -1,13 +1,17 @@
 """What finds foreign pixels: `python -m bench.pixel_sources [KIND METHOD ...]` writes results/pixel-sources.json.
 
 A kind of object that `shapes-segmentation` knows is left out of training and shown afterwards, so that choices rest on
-no OOD set that is reported. A small U-Net is trained on few pictures of the others, as `dnn`, to which a variance is
-attached, or as `sngp`. Of each source of the joined score, and of what might take its place, the AUROC of foreign
-pixels (of the kind; of squares of noise) and of the pictures that hold them:
+no OOD set that is reported. A small U-Net is trained on pictures of the others, as `dnn`, to which a variance is
+attached, or as `sngp`; it is kept in runs/pixel-sources, so that scores can be changed. Of each source of the joined
+score, and of what might take its place, the AUROC of foreign pixels (of the kind; of squares of noise) and of the
+pictures that hold them, by the mean of their highest 2%, or by what `region` makes of them (`background`):
 
     class_distance_counted  with all pixels in its background, where ours has all classes alike
     joined_counted          the joined score with it
-    near_S                  -log of the part of held-out pixels that have at least as much S, averaged over 5 x 5 pixels
+    region                  the score as it is built; region_W: with windows of other sizes
+    no_classes, no_edges    a pixel listens to all around it, whatever their class; edges are as loud as all else
+    plain                   without both: the mean of a window
+    region_entropy ...      with the entropy, or the energy of the logits as they are, in place of its own u
     told                    a network of 64 units that is trained on foreign pixels of half the pictures, on logits and
                            all levels of the U-Net: what a detector could know; pixels only
 """
@@ -17,7 +21,8 @@ import dataclasses
 import json
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -25,36 +30,50 @@ from torch import Tensor, nn
 
 import afield
 from afield.backbones.unet import UNet
-from afield.experiment.training import fit
+from afield.experiment.training import batches, fit
 from afield.gp.class_distance import ClassDistance
 from afield.gp.joined_score import SOURCES, JoinedScore
 from afield.methods import METHODS
 from afield.model.saving import write_file
 from afield.model.sngp_model import SNGP
+from afield.prediction import regions
 from afield.prediction.metrics import OOD_METRICS
 from afield.prediction.positions import input_score
+from afield.prediction.prediction import Prediction
+from afield.prediction.regions import input_mean, region_mean
 from afield.tasks import shapes
 from afield.tasks.task import Task
 from bench.defaults import ROOT
 
 RECORD = ROOT / "results" / "pixel-sources.json"
-PICTURES, EPOCHS, SIDE, TESTED = 400, 12, 32, 80
+NETWORKS = ROOT / "runs" / "pixel-sources"
+SIDE = 32
+WINDOWS = (3, 5, 9)
 OOD = ("kinds", "patches")
 Values = dict[str, dict[str, Tensor]]  # by score, then by part
 
 
-def task_without(kind: int, method: str) -> tuple[Task, dict[str, tuple[Tensor, Tensor]]]:
+class Size(NamedTuple):
+    """How many pictures there are, and how long training is."""
+
+    pictures: int = 1000
+    held_out: int = 300
+    tested: int = 200
+    epochs: int = 15
+
+
+def task_without(kind: int, method: str, size: Size) -> tuple[Task, dict[str, tuple[Tensor, Tensor]]]:
     """A task of the other kinds, and foreign pictures with masks."""
     known, foreign = shapes.KNOWN, shapes.FOREIGN
     generator = torch.Generator().manual_seed(0)
     try:
         shapes.KNOWN, shapes.FOREIGN = (*known[:kind], *known[kind + 1 :]), (known[kind],)  # type: ignore[assignment]
-        data = [shapes.draw_pictures(count, SIDE, generator)[:2] for count in (PICTURES, 150, TESTED)]
-        ood = {name: shapes.draw_pictures(TESTED, SIDE, generator, foreign=name) for name in OOD}
+        data = [shapes.draw_pictures(count, SIDE, generator)[:2] for count in size[:3]]
+        ood = {name: shapes.draw_pictures(size.tested, SIDE, generator, foreign=name) for name in OOD}
     finally:
         shapes.KNOWN, shapes.FOREIGN = known, foreign
     parts = [torch.utils.data.TensorDataset(*part) for part in data]
-    settings = dataclasses.replace(shapes.RECIPE.settings_for("small", method), epochs=EPOCHS)
+    settings = dataclasses.replace(shapes.RECIPE.settings_for("small", method), epochs=size.epochs)
     task = Task(
         "shapes-without",
         parts[0],
@@ -82,6 +101,7 @@ class CountedClasses(ClassDistance):
 def scores_of(model: SNGP) -> Callable[[Tensor], dict[str, Tensor]]:
     """Hidden vectors (M, d) -> scores (M,) by name."""
     head = model.head.snapshot()
+    head.forget_reference()  # of the snapshot: p-values rest on what rows do not know
     assert head.class_distance is not None
     counted = CountedClasses(head.class_distance.in_features, head.class_distance.num_classes)
     counted.load_state_dict(head.class_distance.state_dict())
@@ -97,20 +117,29 @@ def scores_of(model: SNGP) -> Callable[[Tensor], dict[str, Tensor]]:
     return scores
 
 
-def surprise(held: Tensor, values: Tensor) -> Tensor:
-    """-log p of values, p the part of the held-out ones that are as large."""
-    above = len(held) - torch.searchsorted(held.sort().values, values.contiguous())
-    return -torch.log((1 + above) / (1 + len(held)))
-
-
-def near(maps: Tensor) -> Tensor:
-    """Means over 5 x 5 pixels of (N, H, W)."""
-    return F.avg_pool2d(maps[:, None], 5, 1, 2, count_include_pad=False)[:, 0]
+def around(p: Prediction) -> dict[str, Tensor]:
+    """Maps (N, H, W) of what listens to its neighbours."""
+    assert p.probs is not None
+    # Before it is squashed, dempster_shafer is the u of `prediction.regions`.
+    own, probs, classes = torch.logit(p.score("dempster_shafer").double()).float(), p.probs, p.labels
+    alike, anywhere = torch.full_like(probs, 1 / probs.shape[1]), torch.zeros_like(classes)
+    found = {
+        "region": region_mean(own, probs, classes),
+        "region_entropy": region_mean(p.score("entropy"), probs, classes),
+        "region_energy": region_mean(p.score("energy"), probs, classes),
+        "no_classes": region_mean(own, alike, classes),
+        "no_edges": region_mean(own, probs, anywhere),
+        "plain": region_mean(own, alike, anywhere),
+    }
+    for window in WINDOWS:
+        with patch.object(regions, "WINDOW", window):
+            found[f"region_{window}"] = region_mean(own, probs, classes)
+    return found
 
 
 @torch.no_grad()
-def values_of(model: SNGP, task: Task, ood: dict[str, tuple[Tensor, Tensor]]) -> Values:
-    """Maps (N, H, W) of each score in the test set and the OOD sets."""
+def values_of(model: SNGP, task: Task, ood: dict[str, tuple[Tensor, Tensor]]) -> tuple[Values, dict[str, Tensor]]:
+    """Maps (N, H, W) of each score in the test set and the OOD sets, and the predicted classes."""
     scores, parts = scores_of(model), {"val": task.val.tensors[0], "test": task.test.tensors[0]}
     parts |= {name: x for name, (x, _) in ood.items()}
     rows = {name: torch.cat([model.hidden(b) for b in x.split(50)]).flatten(0, -2) for name, x in parts.items()}
@@ -124,19 +153,20 @@ def values_of(model: SNGP, task: Task, ood: dict[str, tuple[Tensor, Tensor]]) ->
     joined = JoinedScore()
     joined.fit(sources(held)[first])
     values: Values = {}
+    classes = {}
     for part, of in found.items():
         of["joined_counted"] = joined(sources(of))
+        p = Prediction.cat([model.predict(x) for x in parts[part].split(50)])
+        classes[part] = p.labels
         maps = {name: value.reshape(-1, SIDE, SIDE) for name, value in of.items()}
-        for name in ("entropy", "energy", "variance"):
-            maps[f"near_{name}"] = near(surprise(held[name][first], of[name]).reshape(-1, SIDE, SIDE))
-        for name, value in maps.items():
+        for name, value in (maps | around(p)).items():
             values.setdefault(name, {})[part] = value
-    return values
+    return values, classes
 
 
 def told(model: SNGP, ood: dict[str, tuple[Tensor, Tensor]]) -> dict[str, float]:
     """The AUROC of foreign pixels for a network that has been told which are foreign in half of the pictures."""
-    found, cut = {}, TESTED // 2
+    found, cut = {}, len(next(iter(ood.values()))[0]) // 2
     for name, (x, mask) in ood.items():
         h = levels_of(model, x)
         h = (h - h.mean((0, 1))) / h.std((0, 1)).clamp_min(1e-4)
@@ -170,17 +200,32 @@ def levels_of(model: SNGP, x: Tensor) -> Tensor:
     return torch.cat([F.interpolate(t, size=(SIDE, SIDE), mode="bilinear") for t in seen], 1).flatten(2).movedim(1, -1)
 
 
+def network(kind: int, method: str, task: Task) -> SNGP:
+    """The trained model, fitted and calibrated."""
+    file = NETWORKS / f"{shapes.KNOWN[kind].name}-{method}.pt"
+    if not file.exists():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        torch.save(fit(task, METHODS[method], seed=0), file)
+    model = torch.load(file, weights_only=False)
+    assert isinstance(model, SNGP)
+    afield.calibrate(model, batches(task.val), score="joined", progress=False)
+    return model
+
+
 def measure(kind: int, method: str) -> dict[str, Any]:
     """The AUROCs of a kind that is left out, by a method."""
-    task, ood = task_without(kind, method)
-    model = fit(task, METHODS[method], seed=0)
-    assert isinstance(model, SNGP)
+    task, ood = task_without(kind, method, Size())
+    model = network(kind, method, task)
     row: dict[str, Any] = {"told": {"pixels": told(model, ood)}}
-    for score, maps in values_of(model, task, ood).items():
-        inside = input_score(maps["test"])
+    values, classes = values_of(model, task, ood)
+    for score, maps in values.items():
+        highest = {part: input_score(value) for part, value in maps.items()}
+        background = {part: input_mean(value, classes[part], task.num_outputs) for part, value in maps.items()}
+        auroc = OOD_METRICS["auroc"]
         row[score] = {
-            "pixels": {n: OOD_METRICS["auroc"](maps[n][~mask], maps[n][mask]) for n, (_, mask) in ood.items()},
-            "images": {n: OOD_METRICS["auroc"](inside, input_score(maps[n])) for n in ood},
+            "pixels": {n: auroc(maps[n][~mask], maps[n][mask]) for n, (_, mask) in ood.items()},
+            "images": {n: auroc(highest["test"], highest[n]) for n in ood},
+            "background": {n: auroc(background["test"], background[n]) for n in ood},
         }
     return row
 
@@ -196,7 +241,7 @@ def main() -> None:
         row = measure(names.index(kind), method)
         rounded = json.loads(json.dumps(row), parse_float=lambda text: float(f"{float(text):.4g}"))
         record.setdefault(method, {})[kind] = rounded
-        settings = {"pictures": PICTURES, "epochs": EPOCHS, "tested": TESTED, "afield": afield.__version__}
+        settings = Size()._asdict() | {"afield": afield.__version__}
         record |= {"settings": settings | {"torch": torch.__version__, "command": "python -m bench.pixel_sources"}}
         write_file(RECORD, (json.dumps(record, indent=1) + "\n").encode())
         print(kind, method, {name: value["pixels"] for name, value in rounded.items()}, flush=True)

@@ -74,9 +74,9 @@ _ = net.eval()
 # The same three lines as for any network. Every pixel is a row; p-values count images, because the pixels of one image
 # depend on each other.
 #
-# By default p-values of pixels rest on the entropy: they find pixels that the network is unsure of. What it is sure of
-# although it has never seen it wants the distance as well: `score="joined"`. Which of them finds more depends on what
-# comes ([on other shapes](../results.md#pixels-drawn-shapes) it is the entropy), so both are shown here.
+# By default p-values of pixels rest on what the network doubts, averaged over the region around each pixel. What it is
+# sure of although it has never seen it wants the distance as well: `score="joined"`. Which of them finds more depends on
+# what comes ([on other shapes](../results.md#pixels-drawn-shapes) it is the region), so both are shown here.
 
 # %%
 model = afield.attach(net)
@@ -111,11 +111,11 @@ print(f"refused: {(p.p_value <= 0.05).float().mean():.1%} of fresh pixels")
 print(f"refused: {(q.p_value[foreign] <= 0.05).float().mean():.1%} of pixels of triangles")
 print(f"their largest probability is {q.confidence[foreign].mean():.2f} on average")
 
-by_entropy = afield.attach(net)
-afield.fit_posterior(by_entropy, [train])
-afield.calibrate(by_entropy, [held_out])
-missed = by_entropy.predict(strange[0]).p_value[foreign] > 0.05
-print(f"by the entropy alone: {1 - missed.float().mean():.1%} of pixels of triangles")
+by_region = afield.attach(net)
+afield.fit_posterior(by_region, [train])
+afield.calibrate(by_region, [held_out])
+missed = by_region.predict(strange[0]).p_value[foreign] > 0.05
+print(f"by their regions: {1 - missed.float().mean():.1%} of pixels of triangles")
 
 # %% [markdown]
 # ## Images as a whole

@@ -115,16 +115,16 @@ def test_calibration_reads_images_as_a_whole(calibrated: afield.SNGP) -> None:
     """The reference of inputs is of all their positions, those of the inputs that fix no score."""
     x, _ = pictures(60, 1)
     order = torch.randperm(60, generator=seed())
-    scores = calibrated.predict(x[order[40:]]).input_score  # the entropy depends on the parameters
+    scores = calibrated.predict(x[order[40:]]).input_score  # the score depends on the parameters
     assert scores is not None
     torch.testing.assert_close(calibrated.head.input_reference, scores.double().sort().values)
     assert calibrated.head.reference.numel() == 20 * 8
     assert calibrated.predict(x).num_inputs == 20
 
 
-def test_the_default_score_of_positions_is_the_entropy_and_another_can_be_chosen(calibrated: afield.SNGP) -> None:
+def test_the_default_score_of_pixels_is_of_their_regions_and_another_can_be_chosen(calibrated: afield.SNGP) -> None:
     x, y = pictures()
-    assert calibrated.predict(x).default_score == "entropy"
+    assert calibrated.predict(x).default_score == "region"
     model = copy.deepcopy(calibrated)
     afield.calibrate(model, [(x, y)], score="joined")
     assert model.predict(x).default_score == "joined"
@@ -326,3 +326,41 @@ def test_padding_is_neither_observed_nor_scored() -> None:
     assert torch.equal(p.mask, mask.bool())
     longer = {k: F.pad(v, (0, 5)) for k, v in unlabelled.items()}
     torch.testing.assert_close(model.predict(longer).input_score, p.input_score)
+
+
+# Scores that listen to their neighbours ---------------------------------------------------------------------------
+
+
+def test_p_values_of_pixels_rest_on_regions_and_keep_the_drawn_positions_of_these_maps(
+    calibrated: afield.SNGP,
+) -> None:
+    x, y = pictures(60, 1)
+    assert calibrated.head.score == "region"
+    order = torch.randperm(60, generator=seed())[40:]
+    p, keys = calibrated.predict(x[order]), positions.keys_of((x[order],), {}, 20, 0)
+    index, _ = positions.draw(y[order] >= 0, keys, 8, exactly=True)
+    torch.testing.assert_close(calibrated.head.reference, p.score("region").flatten()[index].sort().values)
+    assert torch.equal(p.score(), p.score("region"))
+    assert torch.equal(p.rows().score(), p.score().flatten())  # rows know no neighbours, but their score
+    assert p.rows().p_value.shape == (600,)
+
+
+@pytest.mark.parametrize("score", ["entropy", "max_probability", "variance", "joined"])
+def test_another_score_is_chosen_by_its_name(score: str) -> None:
+    model = fitted()
+    afield.calibrate(model, [pictures(60, 1)], num_positions=8, score=score, logit_scale=1.0, amplitude=1.0)
+    p = model.predict(pictures(3, 2)[0])
+    assert p.default_score == model.head.score == score
+    assert torch.equal(p.score(), p.score(score))
+    assert p.fitted is None
+
+
+def test_what_stands_in_a_row_may_be_tokens_and_is_taken_by_itself() -> None:
+    x, y = (t.flatten(2) if t.dim() == 4 else t.flatten(1) for t in pictures(60, 1))
+    plain = nn.Sequential(nn.Conv1d(3, 4, 1), nn.Tanh(), nn.Conv1d(4, 3, 1)).double()
+    model = afield.attach(plain, num_random_features=16)
+    afield.fit_posterior(model, [(x, y)])
+    afield.calibrate(model, [(x, y)], num_positions=8, logit_scale=1.0, amplitude=1.0)
+    assert model.head.score == "entropy"
+    afield.calibrate(model, [(x, y)], num_positions=8, logit_scale=1.0, amplitude=1.0, score="region")
+    assert model.predict(x[:3]).p_value.shape == (3, 30)

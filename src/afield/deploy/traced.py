@@ -35,9 +35,9 @@ from afield.model.batches import Field, split_batch
 from afield.model.batches import Inputs as Fields
 from afield.model.layers import replace_layer
 from afield.model.sngp_model import SNGP
-from afield.outputs.positions import as_returned, mask_of
+from afield.outputs.positions import as_returned, input_scores, looks_around, mask_of
 from afield.prediction.p_values import class_p_value, conformal_p_value, fewest_rows, predicted_class
-from afield.prediction.positions import input_score, unflatten
+from afield.prediction.positions import from_rows, unflatten
 from afield.prediction.prediction import Prediction
 from afield.prediction.predictive import PREDICTIVES, of_labels
 
@@ -149,15 +149,22 @@ class Graph(nn.Module):
             variance = prediction.variance
             answers = _of_numbers(prediction, self.correlated)
         prediction = dataclasses.replace(prediction, **head.own_fields(head.own_score(mean, variance, h)))
-        answers |= {"variance": variance, "score": prediction.score(self.score)}
+        around = self.score is not None and looks_around(self.score)
+        answers |= {"variance": variance} | ({} if around else {"score": prediction.score(self.score)})
+        if found.dim() > 2:
+            answers = {name: unflatten(values, found.shape[:-1]) for name, values in answers.items()}
+            mask = mask_of(self.inputs.call(tensors)[1], found.shape[:-1])
+            if around:
+                prediction = from_rows(prediction, found.shape[0], found.shape[1:-1])
+            prediction = dataclasses.replace(prediction, mask=mask)
+            if around:
+                answers["score"] = prediction.score(self.score)
         if self.alpha is not None:
             classes = predicted_class(prediction) if len(self.spans) else None
             answers["p_value"] = self.p_value(answers["score"], classes)
             answers["accepted"] = answers["p_value"] > self.alpha
-        if found.dim() > 2:
-            answers = {name: unflatten(values, found.shape[:-1]) for name, values in answers.items()}
-            if self.num_inputs and self.input_alpha is not None:
-                answers |= self.of_inputs(answers["score"], tensors)
+        if found.dim() > 2 and self.num_inputs and self.input_alpha is not None:
+            answers |= self.of_inputs(input_scores(answers["score"], prediction, self.head.score))
         return answers | ({HIDDEN: h} if self.with_hidden else {})
 
     def hidden(self, tensors: tuple[Tensor, ...]) -> Tensor:
@@ -175,9 +182,8 @@ class Graph(nn.Module):
             h = h.masked_fill(infinite.reshape(-1, *[1] * (h.dim() - 1)), math.nan)
         return h
 
-    def of_inputs(self, scores: Tensor, tensors: tuple[Tensor, ...]) -> dict[str, Tensor]:
-        """What is said of inputs as a whole, from the scores (N, *P) of their positions."""
-        total = input_score(scores, mask_of(self.inputs.call(tensors)[1], scores.shape))
+    def of_inputs(self, total: Tensor) -> dict[str, Tensor]:
+        """What is said of inputs as a whole, from their scores (N,)."""
         assert self.input_alpha is not None
         p_value = _p_value(total, self.input_table, self.num_inputs, 1)
         return dict(zip(OF_INPUTS, (total, p_value, p_value > self.input_alpha), strict=True))

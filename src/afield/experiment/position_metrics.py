@@ -3,7 +3,7 @@
 accuracy/clean ... nll/val      the metrics of `evaluation`, over all labelled positions
 miou/clean                      intersection over union, the mean over the classes that are there
 auroc/OOD/SCORE                 foreign positions of an OOD set against the other positions of the same inputs
-input_auroc/OOD/SCORE           its inputs against those of the test set, by the mean of their highest scores
+input_auroc/OOD/SCORE           its inputs against those of the test set, by the scores that their positions make
 false_alarms/clean              part of the test positions that p-values reject at 5%; rejected/OOD: of foreign ones
 input_false_alarms/clean        the same of inputs as a whole; input_rejected/OOD
 
@@ -20,7 +20,6 @@ from torch import Tensor
 from afield.experiment.metric_name import MetricName
 from afield.experiment.run_folder import evenly_spaced_rows
 from afield.prediction.metrics import OOD_METRICS
-from afield.prediction.positions import input_score
 from afield.prediction.prediction import Prediction, likelihood_of
 from afield.prediction.scores import SCORES
 from afield.tasks import Task
@@ -56,7 +55,10 @@ def evaluate_foreign(test: Prediction, ood: Prediction, mask: Tensor, name: str,
         if not (score.applies(test) and score.applies(ood)):
             continue
         inside, outside = score(test), score(ood)
-        values = {"": (outside[~foreign], outside[foreign]), "input_": (input_score(inside), input_score(outside))}
+        values = {
+            "": (outside[~foreign], outside[foreign]),
+            "input_": (score.of_input(inside, test), score.of_input(outside, ood)),
+        }
         for prefix, both in values.items():
             for metric in ("auroc", "aupr", "fpr95") if not prefix else ("auroc",):
                 value = OOD_METRICS[metric](*both)

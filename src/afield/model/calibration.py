@@ -38,24 +38,23 @@ from afield.gp.calibration_objective import (
 from afield.gp.head import GaussianProcessHead
 from afield.gp.head_state import check_range
 from afield.gp.likelihoods import LIKELIHOODS
-from afield.model.batches import Field, Inputs, split_batch
+from afield.model.batches import Field, Inputs
 from afield.model.evaluating import evaluating
 from afield.model.hidden import Hidden, Sample, check_target
-from afield.model.progress import track
 from afield.model.sngp_model import SNGP, for_each_head
 from afield.model.targets import other_kind, warn_of_kind
 from afield.outputs.labels import calibrate_labels
 from afield.outputs.noise import balance_outputs
-from afield.outputs.positions import CALIBRATED, IGNORED, OBSERVED, keys_of, mask_of, predict_positions
+from afield.outputs.positions import CALIBRATED, IGNORED, JOINED, OBSERVED, input_scores, predict_positions
+from afield.outputs.positions import default_score as default_at
+from afield.outputs.positions import position_scores as scores_at
 from afield.prediction.distance_scores import FITTED
 from afield.prediction.fitted_score import Constants
 from afield.prediction.labels import doubts
 from afield.prediction.p_values import fewest_rows, predicted_class
-from afield.prediction.positions import input_score
 from afield.prediction.prediction import Prediction
 from afield.prediction.scores import symmetric
 
-JOINED, AT_POSITIONS = "joined", "entropy"  # docs/outputs.md has the reason
 _ABOUT_TRAIN = (
     "train= goes with a score that is fitted to training data, and such a score needs it, got score={score!r}: use "
     "calibrate(model, held_out_loader, score='knn', train=train_loader), or another score without train."
@@ -115,8 +114,8 @@ def calibrate(
     logit_scale   the same of a classifier's logits. The log loss then sees the amplitude, which does the work of a
                   temperature, and the best one is taken: with 1 this is the paper's calibration
     score         name of the score in `afield.scores.SCORES` or `afield.distance_scores.FITTED` that p-values shall
-                  rest on, and that `Prediction.score` gives by default; None: joined for classes, entropy for those of
-                  pixels and tokens, variance otherwise
+                  rest on, and that `Prediction.score` gives by default; None: joined for classes, region for those of
+                  pixels, entropy for those of tokens, variance otherwise
     train         batches of training data, to which a score of FITTED is fitted
     per_class     compare a row with reference rows of the same predicted class, so that no class is refused more often
                   than promised, however rare it is. Classes with fewer than 99 such rows share a reference
@@ -152,7 +151,8 @@ def calibrate(
             )
         likelihood = LIKELIHOODS[head.likelihood]
         default = JOINED if head.joined_score is not None else likelihood.default_score(head.out_features)
-        head.set_score(score or (AT_POSITIONS if default == JOINED and examples.have_positions else default))
+        at_positions = default == JOINED and examples.have_positions
+        head.set_score(score or (default_at(examples.position_dims) if at_positions else default))
         head.set_label_scales(head.label_scales[:0])
         head.chosen_score.forget()
         if train is not None and score is not None:
@@ -162,10 +162,10 @@ def calibrate(
         fitted = _fit_scalars(head, held_out.of(cut.fit), amplitude, logit_scale, per_output)
         if head.joined_score is not None:
             head.joined_score.fit(sources_of(head, held_out.hidden[cut.score]))
-        _keep_reference(head, held_out, cut, per_class)
         if examples.have_positions:
-            keys = [examples.keys[i] for i in cut.reference_inputs.tolist()]
-            head.set_input_reference(_input_scores(model, head, examples, keys))
+            _keep_maps(head, examples, [examples.keys[i] for i in cut.reference_inputs.tolist()])
+        else:
+            _keep_reference(head, held_out.hidden[cut.reference], per_class)
         _warn_of_guessing(head, fitted.objective, fitted.losses(head), held_out.y[cut.fit])
     smallest = fewest_rows(head.reference, head.reference_spans) // held_out.draws
     counts = (int(cut.fit.numel()) // held_out.draws, int(cut.reference_inputs.numel()), smallest)
@@ -303,11 +303,10 @@ def _fit_scalars(
     return _Fitted(objective, best, before, after)
 
 
-def _keep_reference(head: GaussianProcessHead, held_out: _HeldOut, cut: _Cut, per_class: bool) -> None:
-    reference = Prediction.cat([head.predict(h) for h in held_out.hidden[cut.reference].split(4096)])
-    scores, classes = reference.score(head.score), predicted_class(reference) if per_class else None
-    head.set_reference(scores, classes, draws=held_out.draws)
-    if reference.has_labels and held_out.draws == 1:
+def _keep_reference(head: GaussianProcessHead, hidden: Tensor, per_class: bool) -> None:
+    reference = Prediction.cat([head.predict(h) for h in hidden.split(4096)])
+    head.set_reference(reference.score(head.score), predicted_class(reference) if per_class else None)
+    if reference.has_labels:
         head.set_label_reference(doubts(reference))
 
 
@@ -316,29 +315,30 @@ def _rows_of(inputs: Tensor, draws: int) -> Tensor:
     return (inputs[:, None] * draws + torch.arange(draws, device=inputs.device)).flatten()
 
 
-def _input_scores(model: SNGP, head: GaussianProcessHead, examples: Hidden, keys: list[int]) -> Tensor:
-    """The scores (n,) of the inputs with these keys as a whole, in a pass over the same loader, in whatever order."""
-    missing, scores, before = Counter(keys), [], 0
-    for batch in track(examples.loader, "inputs as a whole", show=examples.progress):
-        args, kwargs, _ = split_batch(
-            batch, examples.device, net=model.net, target=examples.target, inputs=examples.inputs
-        )
-        h = model.hidden(*args, **kwargs)
-        own = keys_of(args, kwargs, len(h), before)
-        before += len(h)
-        wanted = [i for i, key in enumerate(own) if missing[key] > 0]
-        missing.subtract(own[i] for i in wanted)
+def _keep_maps(head: GaussianProcessHead, examples: Hidden, keys: list[int]) -> None:
+    """Take the reference from the inputs with these keys, in a pass over the same loader, in whatever order: scores of
+    the positions that are drawn from each, and of the inputs as a whole."""
+    missing, of_positions, of_inputs = Counter(keys), [], []
+    for whole in examples.whole():
+        wanted = []
+        for i, key in enumerate(whole.keys):
+            if missing[key]:
+                missing[key] -= 1
+                wanted.append(i)
         if wanted:
-            mask = mask_of(kwargs, h.shape[:-1])
-            mask = None if mask is None else mask[wanted]
-            scores.append(input_score(predict_positions(head, h[wanted], mask).score(), mask))
-    if lost := sum(count for count in missing.values() if count > 0):
+            mask = None if whole.mask is None else whole.mask[wanted]
+            prediction = predict_positions(head, whole.h[wanted], mask)
+            maps = scores_at(prediction, head)
+            of_inputs.append(input_scores(maps, prediction, head.score))
+            of_positions += [maps[place].flatten()[whole.drawn_of(i)] for place, i in enumerate(wanted)]
+    if lost := missing.total():
         raise ValueError(
             f"calibrate reads the held-out data twice where inputs have positions, and {lost} of {len(keys)} "
             "inputs were not there the second time. Give a DataLoader or a list of batches, without random changes of "
             "the inputs."
         )
-    return torch.cat(scores)
+    head.set_reference(torch.cat(of_positions), draws=len(of_positions[0]))
+    head.set_input_reference(torch.cat(of_inputs))
 
 
 def sources_of(head: GaussianProcessHead, hidden: Tensor) -> Tensor:

@@ -1,5 +1,6 @@
 """Hidden vectors, targets and weights of a loader, batch by batch, and what is learnt from them before a fit."""
 
+import math
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -50,6 +51,26 @@ class Sample(NamedTuple):
     exactly: bool = False
 
 
+class Whole(NamedTuple):
+    """Inputs of a batch with all their positions, and which of these were drawn.
+
+    h, mask  (N, *P, d), (N, *P): hidden vectors; the positions that are no padding, or None
+    keys     (N,): made of the content of each input
+    drawn    (M,): numbers of positions among all (N P,), and
+    owner    (M,): of the inputs that they belong to
+    """
+
+    h: Tensor
+    mask: Tensor | None
+    keys: list[int]
+    drawn: Tensor
+    owner: Tensor
+
+    def drawn_of(self, i: int) -> Tensor:
+        """The drawn positions of one input, numbered within it."""
+        return self.drawn[self.owner == i] - i * math.prod(self.h.shape[1:-1])
+
+
 class Hidden:
     """The examples of a loader, batch by batch; iterated again, from memory if they fit.
 
@@ -74,7 +95,7 @@ class Hidden:
         progress: bool | None = None,
         sample: "Sample | None" = None,
     ) -> None:
-        self.sample, self.have_positions = sample or Sample(), False
+        self.sample, self.position_dims = sample or Sample(), 0
         self.num_inputs, self.keys = 0, list[int]()  # of the inputs with positions that gave rows, in their order
         self.model, self.loader, self.keep, self.progress = model, loader, keep, progress
         self.target, self.inputs = target, inputs
@@ -84,6 +105,10 @@ class Hidden:
         self.weights = None if weights is None else check_order(torch.as_tensor(weights), loader)
         self.foreign_target = ""  # the type of what stood in place of targets
         self._cache: list[Examples] | None = None
+
+    @property
+    def have_positions(self) -> bool:
+        return self.position_dims > 0
 
     def __iter__(self) -> Iterator[Examples]:
         if self._cache is not None:
@@ -143,22 +168,41 @@ class Hidden:
         self, h: Tensor, target: Tensor | None, weight: Tensor | None, args: Any, kwargs: Any, before: int
     ) -> Examples:
         """Rows of the positions (N, *P) that are drawn from a batch."""
-        self.have_positions, shape = True, tuple(h.shape[:-1])
-        valid = positions.mask_of(kwargs, shape)
-        valid = torch.ones(shape, dtype=torch.bool, device=h.device) if valid is None else valid
+        self.position_dims = h.dim() - 2
+        target, whole = self._draw(h, target, args, kwargs, before)
+        self.keys += [whole.keys[i] for i in whole.owner.unique_consecutive().tolist()]
+        return Examples(
+            h.flatten(0, -2)[whole.drawn],
+            None if target is None else target[whole.drawn],
+            None if weight is None else weight[whole.owner],
+        )
+
+    def _draw(
+        self, h: Tensor, target: Tensor | None, args: Any, kwargs: Any, before: int
+    ) -> tuple[Tensor | None, Whole]:
+        """Targets as rows, and which positions are drawn."""
+        shape = tuple(h.shape[:-1])
+        mask = positions.mask_of(kwargs, shape)
+        valid = torch.ones(shape, dtype=torch.bool, device=h.device) if mask is None else mask
         if target is not None:
             target = positions.rows_of_target(target, shape, self.model.head.out_features)
             if target.dim() == 1:
                 valid = valid & (target != self.sample.ignore_index).reshape(shape)
                 check_labels(target[valid.flatten()], self.model.head)
         keys = positions.keys_of(args, kwargs, len(h), before)
-        index, owner = positions.draw(valid, keys, self.sample.most, exactly=self.sample.exactly)
-        self.keys += [keys[i] for i in owner.unique_consecutive().tolist()]
-        return Examples(
-            h.flatten(0, -2)[index],
-            None if target is None else target[index],
-            None if weight is None else weight[owner],
-        )
+        drawn = positions.draw(valid, keys, self.sample.most, exactly=self.sample.exactly)
+        return target, Whole(h, mask, keys, *drawn)
+
+    def whole(self) -> Iterator[Whole]:
+        """Inputs with positions, in another pass over the loader; the same positions of each are drawn."""
+        before = 0
+        for batch in track(self.loader, "inputs as a whole", show=self.progress):
+            args, kwargs, target = split_batch(
+                batch, self.device, net=self.model.net, target=self.target, inputs=self.inputs
+            )
+            h = self.model.hidden(*args, **kwargs)
+            yield self._draw(h, target, args, kwargs, before)[1]
+            before += len(h)
 
     def without_target(self, what: str) -> ValueError:
         """The error to raise where a target is needed and there was none."""

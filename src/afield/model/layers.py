@@ -194,7 +194,7 @@ CONVOLUTION = OutputLayer(
     of_rows=_linear_of,
     around=ChannelsFirst,
     options={"num_random_features": 128},  # a row is a pixel, of which there are many
-    attached={"num_random_features": 64},  # docs/outputs.md has the evidence
+    attached={"num_random_features": 32},  # docs/outputs.md has the evidence
 )
 OUTPUT_LAYERS: Mapping[type[nn.Module], OutputLayer] = MappingProxyType(
     {nn.Linear: LINEAR, nn.Conv1d: CONVOLUTION, nn.Conv2d: CONVOLUTION, nn.Conv3d: CONVOLUTION}

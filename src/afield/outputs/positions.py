@@ -21,14 +21,16 @@ import torch
 from torch import Tensor, nn
 
 from afield.gp.head import GaussianProcessHead
+from afield.outputs.planes import Plane
 from afield.prediction.p_values import conformal_p_value
-from afield.prediction.positions import from_rows, input_score, unflatten
+from afield.prediction.positions import from_rows, input_score
 from afield.prediction.prediction import Prediction
+from afield.prediction.scores import SCORES
 
 BLOCK = 8192  # rows that the head predicts at a time
 OBSERVED, CALIBRATED = 256, 64  # positions of an input that are used unless another number is given; docs/outputs.md
 IGNORED = -100
-JOINED = "joined"
+JOINED, REGION, ENTROPY = "joined", "region", "entropy"
 _MASK = "attention_mask"
 
 
@@ -70,20 +72,77 @@ def predict_positions(
     head, shape = head.snapshot(), tuple(h.shape[:-1])
     if head.score != JOINED and not joined:
         head.joined_score = None  # of the snapshot: it would take as long as the features
-    flat = h.flatten(0, -2)
-    parts = [replace(head.predict(rows, **options), features=None) for rows in flat.split(BLOCK)]
-    rows = replace(Prediction.cat(parts), features=flat)
-    of_inputs: dict[str, Any] = {"mask": mask}
-    if head.calibrated and len(head.input_reference):
-        of_inputs |= fields_of_inputs(head, unflatten(rows.score(), shape), mask)
-    return from_rows(rows, shape[0], shape[1:], **of_inputs)
+    known = (head.reference, int(head.reference_draws), head.input_reference) if head.calibrated else None
+    head.forget_reference()  # of the snapshot: a score may look at neighbours, so p-values come last
+    prediction = _by_planes(head, h, **options)
+    if prediction is None:
+        flat = h.flatten(0, -2)
+        parts = [replace(head.predict(rows, **options), features=None) for rows in flat.split(BLOCK)]
+        prediction = from_rows(replace(Prediction.cat(parts), features=flat), shape[0], shape[1:])
+    prediction = replace(prediction, mask=mask)
+    return prediction if known is None else _with_p_values(prediction, head, *known)
 
 
-def fields_of_inputs(head: GaussianProcessHead, scores: Tensor, mask: Tensor | None) -> dict[str, Any]:
-    """The fields of a `Prediction` that are of inputs, from scores (N, *P) of their positions."""
-    total = input_score(scores, mask)
-    p_value, _ = conformal_p_value(total, head.input_reference)
-    return {"input_score": total, "input_p_value": p_value, "num_inputs": len(head.input_reference)}
+def _by_planes(head: GaussianProcessHead, h: Tensor, **options: Any) -> Prediction | None:
+    """The prediction without a look at rows, where it can be made so."""
+    plane, parts = Plane.of(head, h), []
+    if plane is None:
+        return None
+    for image in h.movedim(-1, 1).flatten(2):
+        if (found := plane.posterior(image)) is None:
+            return None
+        parts.append(head.prediction(found[0].T, found[1], **options))
+    if any(part.members is not None or part.probs is None for part in parts):
+        return None
+
+    def shaped(values: list[Tensor]) -> Tensor:
+        return torch.stack(values).unflatten(-1, h.shape[1:-1])
+
+    return replace(
+        parts[0],
+        logits=shaped([part.logits.T for part in parts]),
+        probs=shaped([part.probs.T for part in parts if part.probs is not None]),
+        variance=shaped([part.variance for part in parts if part.variance is not None]),
+        features=h.movedim(-1, 1),
+    )
+
+
+def position_scores(prediction: Prediction, head: GaussianProcessHead) -> Tensor:
+    """The scores (N, *P) on which p-values of the head rest, or will rest once it is calibrated."""
+    return prediction.score(head.score) if prediction.fitted is None else prediction.fitted
+
+
+def _with_p_values(
+    prediction: Prediction, head: GaussianProcessHead, reference: Tensor, draws: int, of_inputs: Tensor
+) -> Prediction:
+    scores = position_scores(prediction, head)
+    p_value, smallest = conformal_p_value(scores, reference, draws)
+    found: dict[str, Any] = {"p_value": p_value, "smallest_p_value": smallest, "default_score": head.score}
+    if looks_around(head.score):
+        found["fitted"] = scores
+    if len(of_inputs):
+        total = input_scores(scores, prediction, head.score)
+        found |= {"input_score": total, "input_p_value": conformal_p_value(total, of_inputs)[0]}
+        found["num_inputs"] = len(of_inputs)
+    return replace(prediction, **found)
+
+
+def input_scores(scores: Tensor, prediction: Prediction, name: str) -> Tensor:
+    """The scores (N,) of inputs as a whole, of those (N, *P) of their positions, by the score of this name."""
+    return SCORES[name].of_input(scores, prediction) if name in SCORES else input_score(scores, prediction.mask)
+
+
+def default_score(dims: int) -> str:
+    """On what p-values of classes rest by default, at positions of so many dimensions; docs/outputs.md has the reason.
+
+    A plane and a space have regions. What stands in a row may be tokens, next to which nothing follows.
+    """
+    return REGION if dims > 1 else ENTROPY
+
+
+def looks_around(score: str) -> bool:
+    """Whether a score of this name reads all positions of an input together."""
+    return score in SCORES and SCORES[score].whole
 
 
 def mask_of(kwargs: Mapping[str, Any], shape: Iterable[int]) -> Tensor | None:

@@ -82,7 +82,8 @@ def unflatten(values: Tensor, shape: tuple[int, ...], batch: int = 0) -> Tensor:
 def at_positions(prediction: "Prediction", function: Callable[["Prediction"], Tensor]) -> Tensor:
     """A function of rows, (N,) or (N, K), at every position."""
     values = function(to_rows(prediction))
-    return unflatten(values, (len(prediction), *prediction.positions)) if prediction.positions else values
+    inputs = prediction.logits.shape[0]  # not len: of an export it is a constant
+    return unflatten(values, (inputs, *prediction.positions)) if prediction.positions else values
 
 
 def input_score(scores: Tensor, mask: Tensor | None = None, part: float = LARGEST_PART) -> Tensor:

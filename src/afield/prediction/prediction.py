@@ -34,7 +34,8 @@ class Prediction:
     p_value   (N,)       conformal p-value of "this is in-domain", or None until calibrated
     label_p_value (N, K) of each label, that it is as doubtful in-domain, or None
     joined    (N,)       the joined score, of a calibrated classifier, or None
-    fitted    (N,)       the fitted score that `afield.calibrate` was told to rest p-values on, or None
+    fitted    (N,)       the score on which p-values rest, where an answer by itself does not tell it: a fitted one, or
+                         one that looks at neighbouring positions; or None
     noise                variance of the observation noise (gaussian): a number for all, (N, K) by output, or where
                          outputs err together (N, K, K); or None
     smallest_p_value     the smallest p-value that every row can have, 1 / (reference rows + 1), of the smallest
@@ -151,7 +152,7 @@ class Prediction:
             return (probs > 0.5).long()
         shared = self.variance is None or self.variance.dim() == self.logits.dim() - 1
         if self.members is None and shared and self.logits.shape == probs.shape:
-            return self.logits.argmax(1)
+            return self.logits.max(1).indices if self.positions else self.logits.argmax(1)  # of pixels, 7 times as fast
         return probs.argmax(1)
 
     @property
@@ -271,8 +272,9 @@ class Prediction:
     def score(self, name: str | None = None) -> Tensor:
         """How far (N,) from the training data: higher is further. Names: `afield.scores.SCORES`.
 
-        The default is what p-values rest on: `joined` for classes, unless `afield.calibrate` was told another one, and
-        the variance otherwise. Before calibration it is dempster_shafer for classes.
+        The default is what p-values rest on, unless `afield.calibrate` was told another one: `joined` for classes,
+        `region` for those of pixels, `entropy` for those of tokens, and the variance otherwise. Before calibration it
+        is dempster_shafer for classes.
         """
         from afield.prediction.scores import SCORES  # scores read a Prediction, so they cannot be imported before it
 

@@ -11,6 +11,8 @@ joined                what the variance, the logits and the classes know togethe
 mutual_information    entropy of the mean of the members - mean entropy of the members
 gen                   sum over the M largest p_k of p_k^g (1 - p_k)^g,   M = min(K, 100), g = .1: the generalised
                       entropy of Liu, Lochman and Zach, CVPR 2023, "GEN"
+region                -log sum_k exp(z_k), averaged over the region around a position (`regions`): the default of a
+                      calibrated classifier of pixels
 min_distance          min_k d_k, of a model whose logits are minus its distances d to prototypes (IsoMax+)
 
 Each is a pure function of a `Prediction` that returns a tensor (N,); its line in `SCORES` says which fields it needs,
@@ -26,8 +28,9 @@ import torch
 from torch import Tensor
 
 from afield.prediction.labels import mean_over_labels
-from afield.prediction.positions import at_positions
+from afield.prediction.positions import at_positions, input_score
 from afield.prediction.prediction import Prediction
+from afield.prediction.regions import input_mean, region_mean
 from afield.registry import Registry
 
 
@@ -38,14 +41,20 @@ class Score:
     needs     names of fields of `Prediction` that must not be None
     by_label  of several labels: the mean over them, each taken as two classes
     suitable  whether the values of a prediction have a meaning for this score
+    whole     it looks at all positions of an input together
+    of_input  the score (N,) of inputs, of the scores (N, *P) of their positions and the prediction
     """
 
     function: Callable[[Prediction], Tensor]
     needs: tuple[str, ...] = ()
     suitable: Callable[[Prediction], bool] = lambda prediction: True
     by_label: bool = True
+    whole: bool = False
+    of_input: Callable[[Tensor, Prediction], Tensor] = lambda scores, prediction: input_score(scores, prediction.mask)
 
     def __call__(self, prediction: Prediction) -> Tensor:
+        if self.whole:
+            return self.function(prediction)
         return at_positions(prediction, self._of_rows)
 
     def _of_rows(self, prediction: Prediction) -> Tensor:
@@ -116,9 +125,7 @@ def dempster_shafer(prediction: Prediction) -> Tensor:
     tensor(True)
     """
     logits = symmetric(prediction.adjusted_logits())
-    # Softmax leaves the common level of the logits free, and a network trained elsewhere may have any.
-    evidence = torch.logsumexp(logits - logits.mean(-1, keepdim=True), dim=-1)
-    return torch.sigmoid(math.log(logits.shape[-1]) - evidence)
+    return torch.sigmoid(math.log(logits.shape[-1]) - _evidence(logits))
 
 
 def variance(prediction: Prediction) -> Tensor:
@@ -152,6 +159,34 @@ def mutual_information(prediction: Prediction) -> Tensor:
     return _entropy(members.mean(0)) - _entropy(members).mean(0)
 
 
+def _has_regions(prediction: Prediction) -> bool:
+    """One class at every position."""
+    return bool(prediction.positions) and not prediction.has_labels
+
+
+def region(prediction: Prediction) -> Tensor:
+    """The energy of the region around each position.
+
+    >>> probs = torch.rand(2, 3, 8, 8).softmax(1)
+    >>> afield.scores.region(afield.Prediction(probs.log(), probs=probs)).shape
+    torch.Size([2, 8, 8])
+    """
+    if not _has_regions(prediction):
+        labels = " and several labels" if prediction.has_labels else ""
+        raise ValueError(
+            "The score region needs positions that have one class each, such as the pixels of an image, got a "
+            f"prediction with positions {prediction.positions}{labels}. "
+            "Rows, as prediction.rows() makes them, know no neighbours: take the score before."
+        )
+    probs = _need(prediction, "probs")
+    values = -_evidence(symmetric(prediction.adjusted_logits().movedim(1, -1)))
+    return region_mean(values, probs, prediction.labels, prediction.mask)
+
+
+def _of_regions(scores: Tensor, prediction: Prediction) -> Tensor:
+    return input_mean(scores, prediction.labels, _need(prediction, "probs").shape[1], prediction.mask)
+
+
 def _has_no_positive_logits(prediction: Prediction) -> bool:
     """Logits that are minus distances cannot be positive."""
     return not bool((prediction.logits > 0).any())
@@ -178,6 +213,7 @@ SCORES: Registry[Score] = Registry(
     dempster_shafer=Score(dempster_shafer),
     variance=Score(variance, needs=("variance",), by_label=False),
     joined=Score(joined, needs=("joined",), by_label=False),
+    region=Score(region, needs=("probs",), suitable=_has_regions, whole=True, of_input=_of_regions),
     mutual_information=Score(mutual_information, needs=("members",)),
     min_distance=Score(min_distance, suitable=_has_no_positive_logits),
 )
@@ -195,6 +231,11 @@ def symmetric(logits: Tensor) -> Tensor:
 def _entropy(probs: Tensor) -> Tensor:
     # The slope of p log p at zero is infinite, and times the slope of p, which is zero, no number.
     return torch.special.entr(torch.where(probs == 0, 1.0, probs)).sum(-1)
+
+
+def _evidence(logits: Tensor) -> Tensor:
+    """log sum_k exp(z_k - mean z): softmax leaves the common level of the logits free, and a network may have any."""
+    return torch.logsumexp(logits - logits.mean(-1, keepdim=True), dim=-1)
 
 
 def _need(prediction: Prediction, field: str, advice: str = "") -> Tensor:
