@@ -89,15 +89,16 @@ class Members(nn.Module):
     def each(self, x: Tensor) -> Tensor:
         """Hidden vectors (M, N, width): the same layers of all members at once, since small products cost their calls.
 
-        Members with bounds go one by one.
+        The masks of dropout are those that the members would draw one after the other, as members with bounds do.
         """
         if not self.alike:
             return torch.stack([member(x) for member in self.members])
         first, *blocks = zip(*self.members, strict=True)
         h = _linear(x.expand(len(self.members), *x.shape), first)
-        for block in blocks:
-            linear, activation, dropout = zip(*(residual.branch for residual in block), strict=True)
-            h = h + dropout[0](activation[0](_linear(h, linear)))
+        ones = h.new_ones(h.shape[1:])
+        masks = [[residual.branch[2](ones) for residual in of_member] for of_member in zip(*blocks, strict=True)]
+        for block, of_members in zip(blocks, zip(*masks, strict=True), strict=True):
+            h = h + _linear(h, [residual.branch[0] for residual in block]).relu() * torch.stack(of_members)
         return h
 
 
