@@ -14,7 +14,7 @@ fitted without; its mean is that of a fit to all of them. GaussianProcessClassif
 with the cube of the rows, are left out where there are more than 600 to train on.
 
 `--speed` measures instead how long HistGradientBoosting and ours take to fit 200,000 rows of 50 columns, in seconds of
-one thread's processor time; ten columns matter (`sklearn.datasets.make_friedman1`, its median for classes).
+one thread's processor time; five columns matter (`sklearn.datasets.make_friedman1`, its median for classes).
 """
 
 import itertools
