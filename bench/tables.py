@@ -17,6 +17,7 @@ with the cube of the rows, are left out where there are more than 600 to train o
 one thread's processor time; five columns matter (`sklearn.datasets.make_friedman1`, its median for classes).
 """
 
+import functools
 import itertools
 import json
 import sys
@@ -181,7 +182,7 @@ def speed() -> Iterator[tuple[dict[str, Any], Callable[[], dict[str, float]]]]:
     for kind, model in itertools.product(("regression", "classification"), ("HistGradientBoosting", "SNGP")):
         estimator = peers(kind)[model]
         key = {"kind": f"speed of {kind}", "table": "many rows", "model": model, "split": 0, "rows": MANY[0]}
-        yield key, lambda kind=kind, estimator=estimator: _timed(kind, estimator)
+        yield key, functools.partial(_timed, kind, estimator)
 
 
 def _timed(kind: str, estimator: Any) -> dict[str, float]:
