@@ -201,7 +201,7 @@ def bare_row(head: GaussianProcessHead) -> Callable[[np.ndarray], tuple[object, 
     assert head.joined_score is not None
     v, w = (features.weight / features.length_scale).numpy(), (own.weight * own.gain / own.length_scale).numpy()
     phase, own_phase, shift = features.phase.numpy(), own.phase.numpy(), own.shift.numpy()
-    weight, scale = head.weight.detach().numpy(), math.sqrt(2 / len(v))
+    weight, scale, own_scale = head.weight.detach().numpy(), math.sqrt(2 / len(v)), math.sqrt(2 / len(w))
     root = head.precision.root[0]
     blocks = [(end, root[end - 128 : end, :end].contiguous().numpy()) for end in range(128, len(root) + 1, 128)]
     m, ab = distance.shift.numpy(), distance.root.numpy()
@@ -215,7 +215,7 @@ def bare_row(head: GaussianProcessHead) -> Callable[[np.ndarray], tuple[object, 
         logits = np.vecdot(weight, np.cos(np.vecdot(v, x) + phase)) * scale
         psi = np.cos(np.vecdot(w, np.append(u, np.float32(math.log(length))) - shift) + own_phase)
         parts = [np.vecdot(block, psi[:end]) for end, block in blocks]
-        variance = float(sum(part.dot(part) for part in parts)) * scale**2
+        variance = float(sum(part.dot(part) for part in parts)) * own_scale**2
         both = np.vecdot(ab, u - m)
         r = both[:d].dot(both[:d]) + (np.vecdot(centers, both[:d]) + offsets).min() - both[d:].dot(both[d:])
         energy = -math.log(np.exp(logits).sum())
