@@ -13,7 +13,8 @@ from afield.prediction.scores import SCORES
 _OF_OTHERS = {"mutual_information", "min_distance"}  # of members, and of distances to prototypes
 _MOST_ROWS = 10_000  # for the joined score
 _NEEDS = {name: make(1, 1).needs for name, make in FITTED.items()}
-OF_CLASSES = {*SCORES} - _OF_OTHERS | {name for name, needs in _NEEDS.items() if "output" not in needs}
+_OF_ROWS = {name for name, score in SCORES.items() if not score.whole} - _OF_OTHERS
+OF_CLASSES = _OF_ROWS | {name for name, needs in _NEEDS.items() if "output" not in needs}
 OF_NUMBERS = {"variance"} | {name for name, needs in _NEEDS.items() if not needs}
 
 
