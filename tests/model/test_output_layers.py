@@ -33,7 +33,7 @@ def test_dense_outputs_have_fewer_features_and_remember_how_many() -> None:
     net = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.Tanh(), nn.Conv2d(4, 3, 1))
     assert afield.sngp(net).head.random_features.num_random_features == 128
     assert afield.attach(net).head.random_features.num_random_features == 32
-    assert afield.attach(afield.attach(net), num_random_features=64).head.random_features.num_random_features == 64
+    assert afield.attach(afield.attach(net), num_random_features=32).head.random_features.num_random_features == 32
     model = afield.sngp(net, num_random_features=64)
     assert model.settings["head"]["num_random_features"] == 64
 

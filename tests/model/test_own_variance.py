@@ -173,6 +173,8 @@ def test_wide_hidden_vectors_have_more_random_features(width, count):
     assert afield.sngp(net, None).head.features_of_variance.num_random_features == count
     assert afield.sngp(net, None).head.random_features.num_random_features == 1024
     assert afield.attach(net).head.features_of_variance.num_random_features == count
+    again = afield.attach(afield.attach(net, ridge=2.0), ridge=2.0)
+    assert again.head.features_of_variance.num_random_features == count
     per_class = afield.sngp(net, None, covariance="per_class")
     assert per_class.head.features_of_variance.num_random_features == min(1024, count)
     given = afield.sngp(net, None, num_random_features=40)

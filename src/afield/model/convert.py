@@ -162,7 +162,7 @@ def attach(net: nn.Module, *, output: str | Several | None = None, example: Any 
     if head.get("covariance", "shared") != "shared":
         raise ValueError('attach keeps the most probable class, which needs covariance="shared".')
     net, output, old, kind = _copied(net, output)
-    head = {"num_random_features": enough_features(kind.inputs(old)), **kind.attached, **of_problem(net), **head}
+    head = {**_enough(kind.inputs(old)), **kind.attached, **of_problem(net), **head}
     settings["head"] = _plain_options(head)
     undecided = "likelihood" not in head and kind.outputs(old) == 1
     of_classes = not undecided and LIKELIHOODS[head.get("likelihood", "categorical")].of_classes
@@ -248,11 +248,15 @@ def _checked(model: SNGP, example: Any) -> SNGP:
     return model
 
 
+def _enough(width: int) -> dict[str, Any]:
+    return {"num_random_features": enough_features(width)}
+
+
 def _again(model: SNGP, kind: str, asked: dict[str, Any], default: dict[str, Any]) -> SNGP:
     """A copy of a converted model, unless something else is asked for than it was made with."""
-    usual: Mapping[str, Any] = {}
+    usual: dict[str, Any] = _enough(model.head.in_features) if kind == "attach" else {}
     if isinstance(model.net.get_submodule(model.output), ChannelsFirst):
-        usual = CONVOLUTION.attached if kind == "attach" else CONVOLUTION.options
+        usual |= CONVOLUTION.attached if kind == "attach" else CONVOLUTION.options
     same = asked | {"head": {**usual, **asked["head"]}} == model.settings
     if model.kind != kind or not (asked == default or same):
         raise ValueError(
