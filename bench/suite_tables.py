@@ -39,13 +39,13 @@ def _each(metric: str, sets: Sequence[str], score: str = "") -> tuple[str, ...]:
 
 def _detection(sets: Sequence[str], names: str) -> dict[str, Sequence[str]]:
     """AUROC by scores that all methods have, and by the default one of a Gaussian process."""
-    by = {"max probability": "", "Dempster-Shafer": "dempster_shafer", "joined score": "joined"}
-    first, *others = by.items()
-    titles = {f"AUROC, {first[0]}: {names}": first[1]} | dict(others)
-    return {title: _each("auroc", sets, score) for title, score in titles.items()}
+    by_max_probability = {f"AUROC, max probability: {names}": _each("auroc", sets)}
+    scores = {"Dempster-Shafer": "dempster_shafer", "joined score": "joined"}
+    return by_max_probability | {title: _each("auroc", sets, score) for title, score in scores.items()}
 
 
 def _in_order(methods: Sequence[str]) -> list[str]:
+    """Single models, what is added to them, and ensembles."""
     return [name for name in ORDER if name in methods]
 
 
