@@ -18,7 +18,7 @@ from afield.experiment.suites import CIFAR_ROWS, CROSSES, FOUR, FROZEN, KEPT, RO
 from bench.defaults import ROOT, fill, lines, markdown
 
 PAGE = ROOT / "docs" / "results.md"
-SINGLE_ROWS = ("dnn", "dnn-temperature", *KEPT, "dnn-sn", "dnn-sn-temperature", *FOUR[2:])
+SINGLE_ROWS = ("dnn", "dnn-temperature", "dnn-sn", "dnn-sn-temperature", *KEPT, *FOUR[2:])
 ORDER = tuple(dict.fromkeys((*SINGLE_ROWS, *SINGLE, *CIFAR_ROWS[:3], *CROSSES, *FROZEN)))
 Columns = Mapping[str, Sequence[str]]
 

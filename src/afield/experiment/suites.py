@@ -12,7 +12,7 @@ from afield.tasks import uci
 
 FOUR = ("dnn", "dnn-sn", "dnn-gp", "sngp")
 TEMPERATURE = ("dnn-temperature", "dnn-sn-temperature")  # with the weights of dnn and dnn-sn
-KEPT = ("attach",)  # with the weights of dnn
+KEPT = ("attach", "attach-sn")  # with the weights of dnn and dnn-sn
 PAPER_FORM = ("dnn-gp-paper", "sngp-paper")
 SINGLE = (*FOUR, *TEMPERATURE, *PAPER_FORM)
 FIGURE_1D = ("gp-exact", "gp-random-features", "gp-variational")

@@ -22,7 +22,7 @@ from afield.prediction.prediction import Prediction
 FAMILIES = ("single", "augmix", "dropout", "ensemble", "gp")
 BASES = (
     *("dnn", "dnn-temperature", "isomax-plus", "isomax-plus-temperature", "dnn-sn", "dnn-sn-temperature"),
-    *("duq-gp", "dnn-gp-paper", "sngp-paper", "dnn-gp", "het-sngp", "sngp"),
+    *("attach", "attach-sn", "duq-gp", "dnn-gp-paper", "sngp-paper", "dnn-gp", "het-sngp", "sngp"),
 )
 _SEEDS = ("seed", "data_seed")
 _LONG_NAMES = {"mc-dropout": "dnn-dropout", "deep-ensemble": "dnn-ensemble"}
