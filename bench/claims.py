@@ -202,10 +202,10 @@ THEORY = [
 
 
 def check(claim: Claim) -> str:
-    """yes, no, in part with what fails, or not run."""
+    """yes, no, in part with what fails, or which rows are not run."""
     rows = _rows(claim.record, claim.task)
-    if not claim.methods <= rows.keys():
-        return "not run"
+    if missing := sorted(claim.methods - rows.keys()):
+        return f"not run: {', '.join(missing)}"
     failed, count = [], 0
     for better, than in itertools.product(claim.better, claim.than):
         for ours, theirs in zip(claim.metrics, claim.of_than or claim.metrics, strict=True):
