@@ -26,7 +26,7 @@ def record(monkeypatch: pytest.MonkeyPatch) -> None:
         ("a", "c", ("ece/clean",), (), "no"),  # as good is not ahead
         ("a", "b c", ("ece/clean", "auroc/far"), (), "in 2 of 4; not in ece/clean (c), auroc/far (c)"),
         ("a c", "a", ("auroc/far/energy",), ("auroc/far",), "in 1 of 2; not in auroc/far/energy (a)"),
-        ("a", "d", ("ece/clean",), (), "not run"),
+        ("a", "d", ("ece/clean",), (), "not run: d"),
         ("a", "b", ("ece/clean", "nll/clean"), (), "not measured: nll/clean"),
         ("a", "b", ("auroc/far/energy",), (), "not measured: auroc/far/energy"),
     ],

@@ -36,7 +36,7 @@ WRITTEN = [page for page in PAGES if ROOT / "results" not in page.parents]
 MEASURED = [page for page in WRITTEN if page.name not in ("CHANGELOG.md", "CONTRIBUTING.md")]
 FILLERS = (  # modules of bench/
     *("ablations", "attach", "bounds", "choices", "claims", "defaults", "detectors", "drift", "laplace_hmc"),
-    *("left_out", "peers", "scale", "speed.__main__", "tables", "texts"),
+    *("left_out", "peers", "scale", "speed.__main__", "suite_tables", "tables", "texts"),
 )
 EXTRAS = (  # what the extras of pyproject.toml bring
     *("sklearn", "scipy", "matplotlib", "tyro", "rich", "jinja2", "filelock", "gpytorch", "pyro", "optuna", "pooch"),
@@ -373,7 +373,7 @@ def test_a_wrong_digit_is_noticed(page: Path):
 def test_many_numbers_are_checked():
     count = {page.name: len(list(numbers_of(page.read_text(encoding="utf-8")))) for page in MEASURED}
     assert count["README.md"] >= 40
-    assert count["results.md"] >= 800
+    assert count["results.md"] >= 600
     assert count["defaults.md"] > 0
     assert count["speed.md"] > 0
 

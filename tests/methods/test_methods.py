@@ -505,6 +505,19 @@ def test_frozen_methods_leave_the_backbone_alone_and_attach_keeps_the_classes(tw
     assert torch.equal(labels["frozen-dnn"], labels["frozen-attach"])
 
 
+@pytest.mark.parametrize(("name", "dense", "bounded"), [("attach", "dnn", False), ("attach-sn", "dnn-sn", True)])
+def test_an_attached_network_is_the_dense_one_with_a_variance(name: str, dense: str, bounded: bool, two_moons: Task):
+    x = two_moons.test.tensors[0]
+    trained, model = (fit(two_moons, METHODS[method], seed=0, epochs=3) for method in (dense, name))
+    expected, found = METHODS[dense].predict(trained, x), METHODS[name].predict(model, x)
+    assert torch.equal(found.labels, expected.labels)
+    assert bool((found.variance > 0).all())
+    assert any("parametrizations" in key for key in model.state_dict()) == bounded
+    taken = METHODS[name].build(two_moons.backbone, two_moons.num_outputs)
+    taken.load_state_dict(METHODS[name].take_over(taken, trained.state_dict()))
+    torch.testing.assert_close(taken.eval()(x), trained.eval()(x))
+
+
 @pytest.mark.parametrize("name", ["frozen-dnn", "frozen-attach", "frozen-gp"])
 def test_a_frozen_backbone_sees_every_input_once(name: str, two_moons: Task, monkeypatch: pytest.MonkeyPatch):
     seen: list[Tensor] = []

@@ -82,6 +82,15 @@ def test_seeds_share_a_row_settings_do_not():
     assert seeds == [(0, 0), (0, 1), (1, 0), (1, 1)]
 
 
+def test_a_setting_that_came_after_a_run_tells_no_rows_apart():
+    runs = [a_run(seed=0), a_run(seed=1, constant=False, rank=None), a_run(seed=2, constant=True)]
+    groups = group_runs(runs)[0]["t"]
+    assert [(group.name, len(group.runs)) for group in groups] == [
+        ("dnn (constant=False)", 2),
+        ("dnn (constant=True)", 1),
+    ]
+
+
 def test_the_same_run_counts_once_and_has_a_note():
     tasks, notes = group_runs([a_run(seed=3), a_run(seed=3)])
     assert len(tasks["t"][0].runs) == 1

@@ -106,6 +106,8 @@ _NOT_NEGATIVE = ("weight_decay", "head_weight_decay")
 _RATES = ("warmup", "word_dropout", "dropout", "momentum")
 _TYPES = get_type_hints(Settings)
 _OPTIONAL = {f.name for f in fields(Settings) if "None" in str(f.type)}
+UNNAMED = {f.name: None if f.name in _OPTIONAL else f.default for f in fields(Settings)}
+"""What a written config means by not naming a setting: None, which TOML has not, or that it was made before it."""
 
 
 def _check_settings(settings: Settings) -> None:

@@ -12,13 +12,14 @@ from afield.tasks import uci
 
 FOUR = ("dnn", "dnn-sn", "dnn-gp", "sngp")
 TEMPERATURE = ("dnn-temperature", "dnn-sn-temperature")  # with the weights of dnn and dnn-sn
+KEPT = ("attach", "attach-sn")  # with the weights of dnn and dnn-sn
 PAPER_FORM = ("dnn-gp-paper", "sngp-paper")
 SINGLE = (*FOUR, *TEMPERATURE, *PAPER_FORM)
 FIGURE_1D = ("gp-exact", "gp-random-features", "gp-variational")
 FIGURE_2D = ("gp-hmc", "deep-ensemble", "mc-dropout", "dnn-gp", "sngp")
 LANDSCAPE = ("dnn-gp-dropout", "sngp-dropout", "dnn-gp-ensemble", "sngp-ensemble")
 
-ROWS = (*SINGLE, "mc-dropout", "deep-ensemble", "sngp-ensemble")
+ROWS = (*SINGLE, *KEPT, "mc-dropout", "deep-ensemble", "sngp-ensemble")
 CIFAR_ROWS = ("isomax-plus", "isomax-plus-temperature", "duq-gp", *ROWS)
 FROZEN = ("frozen-dnn", "frozen-dnn-temperature", "frozen-attach", "frozen-gp")
 CROSSES = tuple(
@@ -108,7 +109,7 @@ SUITES["cifar100-3k"] = _table("cifar100-3k", "CIFAR-100 on the 3,000 images at 
 SUITES["imagenet"] = _table("imagenet", "ImageNet (paper: table imagenet)", ROWS)
 SUITES["genomics"] = _table("genomics", "Bacteria (paper: table genomics)", ROWS)
 SUITES["genomics-ren2019"] = _table("genomics-ren2019", "Bacteria, the published example of 1,001 reads", ROWS)
-SUITES["fashion"] = _table("fashion", "Fashion-MNIST, all crosses", (*SINGLE, *CROSSES))
+SUITES["fashion"] = _table("fashion", "Fashion-MNIST, all crosses", (*SINGLE, *KEPT, *CROSSES))
 SUITES["shapes"] = Suite(
     "Segmentation of drawn shapes, foreign objects in some pictures",
     {"shapes-segmentation": ("dnn", "dnn-temperature", "attach", "dnn-gp", "sngp")},

@@ -15,13 +15,14 @@ from typing import Any
 from torch import Tensor
 
 from afield.experiment import run_folder
+from afield.experiment.config import UNNAMED
 from afield.experiment.run_folder import Run
 from afield.prediction.prediction import Prediction
 
 FAMILIES = ("single", "augmix", "dropout", "ensemble", "gp")
 BASES = (
     *("dnn", "dnn-temperature", "isomax-plus", "isomax-plus-temperature", "dnn-sn", "dnn-sn-temperature"),
-    *("duq-gp", "dnn-gp-paper", "sngp-paper", "dnn-gp", "het-sngp", "sngp"),
+    *("attach", "attach-sn", "duq-gp", "dnn-gp-paper", "sngp-paper", "dnn-gp", "het-sngp", "sngp"),
 )
 _SEEDS = ("seed", "data_seed")
 _LONG_NAMES = {"mc-dropout": "dnn-dropout", "deep-ensemble": "dnn-ensemble"}
@@ -98,7 +99,8 @@ def group_runs(found: Iterable[Run]) -> tuple[dict[str, list[Group]], list[str]]
 
 
 def _settings_of(run: Run) -> dict[str, Any]:
-    return {name: value for name, value in run.config.items() if name not in _SEEDS}
+    """A setting that came after a run was recorded has its default there, and so tells no rows apart."""
+    return UNNAMED | {name: value for name, value in run.config.items() if name not in _SEEDS}
 
 
 def _name_groups(method: str, settings: Sequence[Sequence[Run]]) -> list[Group]:
