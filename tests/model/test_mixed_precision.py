@@ -21,7 +21,7 @@ else:
     convolutions = [nn.Conv2d(1, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU()]
     convolutions += [nn.Conv2d(32, 64, 3, padding=1), nn.BatchNorm2d(64), nn.ReLU()]
     net = nn.Sequential(*convolutions, nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(256, 10))
-model, train = afield.sngp(net), (x[:1200], y[:1200])
+model, train = afield.sngp(net, num_random_features=1024), (x[:1200], y[:1200])
 optimizer = torch.optim.Adam(model.parameters(), 3e-3)
 lower = torch.autocast("cpu", torch.bfloat16)
 for epoch in range(15):
