@@ -70,8 +70,9 @@ def compare(
     (h, y), (h_held, y_held) = train, held
     psi = torch.cat([head.variance_phi(part) for part in h.split(2000)]).double()
     total = psi.T @ psi
-    known = _sources(head, total, _distance(head, h, y), h_held)
-    parts = {name: terms(known, _sources(head, total, _distance(head, h, y), x)) for name, x in hidden.items()}
+    distance = _distance(head, h, y)
+    known = _sources(head, total, distance, h_held)
+    parts = {name: terms(known, _sources(head, total, distance, x)) for name, x in hidden.items()}
     true = [fmean(_auroc(w, parts["test"], parts[name]) for name in parts if name != "test") for w in WEIGHTS]
     left_out: list[list[float]] = []
     for k in [k for k in range(head.out_features) if int((y_held == k).sum()) >= FEWEST][:MOST]:

@@ -103,3 +103,15 @@ def test_vectors_without_a_length_and_inputs_that_are_followed_go_the_way_of_row
     x = pictures(1)[0].requires_grad_()
     made.predict(x, gradients=True).variance.sum().backward()
     assert float(x.grad.abs().sum()) > 0
+
+
+def test_draws_are_made_once():
+    """A generator ends where it ends when positions are rows: nothing is drawn and thrown away."""
+    net = nn.Sequential(nn.Conv2d(3, 8, 1), nn.Conv2d(8, 3, 1))
+    x = torch.randn(2, 3, 40, 40)
+    model = afield.attach(net)
+    afield.fit_posterior(model, [(x, torch.randint(3, (2, 40, 40)))])
+    used, rows = torch.Generator().manual_seed(0), torch.Generator().manual_seed(0)
+    model.predict(x, predictive="monte_carlo", num_samples=5, generator=used)
+    model.head.predict(model.hidden(x).flatten(0, -2), predictive="monte_carlo", num_samples=5, generator=rows)
+    assert torch.equal(used.get_state(), rows.get_state())

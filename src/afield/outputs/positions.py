@@ -83,17 +83,17 @@ def predict_positions(
     return prediction if known is None else _with_p_values(prediction, head, *known)
 
 
-def _by_planes(head: GaussianProcessHead, h: Tensor, **options: Any) -> Prediction | None:
-    """The prediction without a look at rows, where it can be made so."""
-    plane, parts = Plane.of(head, h), []
-    if plane is None:
+def _by_planes(
+    head: GaussianProcessHead, h: Tensor, predictive: str | None = None, **options: Any
+) -> Prediction | None:
+    """The prediction without a look at rows, where it can be made so: from no draws, which would be made twice."""
+    if (predictive or head.predictive) != "mean_field" or (plane := Plane.of(head, h)) is None:
         return None
+    parts = []
     for image in h.movedim(-1, 1).flatten(2):
         if (found := plane.posterior(image)) is None:
             return None
-        parts.append(head.prediction(found[0].T, found[1], **options))
-    if any(part.members is not None or part.probs is None for part in parts):
-        return None
+        parts.append(head.prediction(found[0].T, found[1], predictive="mean_field", **options))
 
     def shaped(values: list[Tensor]) -> Tensor:
         return torch.stack(values).unflatten(-1, h.shape[1:-1])
