@@ -4,8 +4,9 @@
 
 `fit` standardises the columns, holds out part of the rows, trains a small ensemble of residual networks with a
 Gaussian-process output by AdamW, goes back to where the held-out loss was least, fits the posterior to the other rows
-and calibrates on the held-out ones. The result is `model_`, an `afield.SNGP` on raw rows and, for numbers, in
-standardised targets: all that an estimator answers is made of its `Prediction`.
+and calibrates on the held-out ones. Boosted trees have a share in the mean where held-out rows ask for it (`trees`).
+`model_` is the network, an `afield.SNGP` on raw rows and, for numbers, in standardised targets: all that an estimator
+answers is made of its `Prediction`, with the trees in the mean.
 
 Departures from the paper: the first, widening layer is not bounded. Bounded, it could not learn which columns matter;
 that is the part of a Gaussian process's length scales. Residual branches are bounded on request: on tables the
@@ -122,7 +123,9 @@ class SNGPClassifier(ClassifierMixin, SNGPEstimator):
             raise ValueError(f"SNGPClassifier needs at least 2 classes, got 1 class: {known.tolist()}.")
         self.classes_ = known
         rows = self._rows(table, labels, weight)
-        return self._fit(rows, None, len(known), "categorical", fresh=True) if fresh else self._partial_fit(rows)
+        if not fresh:
+            return self._partial_fit(rows)
+        return self._fit(rows, None, len(known), "categorical", fresh=True, stream=True)
 
     def predict(self, X: ArrayLike) -> NDArray[Any]:
         """The most probable class (N,)."""
@@ -225,7 +228,9 @@ class SNGPRegressor(MultiOutputMixin, RegressorMixin, SNGPEstimator):
         """
         fresh = not hasattr(self, "model_")
         rows, outputs = self._table(X, y, sample_weight, None, fresh=fresh)
-        return self._fit(rows, None, outputs, "gaussian", fresh=True) if fresh else self._partial_fit(rows)
+        if not fresh:
+            return self._partial_fit(rows)
+        return self._fit(rows, None, outputs, "gaussian", fresh=True, stream=True)
 
     def predict(self, X: ArrayLike, return_std: bool = False) -> Floats | tuple[Floats, Floats]:
         """The mean (N,) or (N, K), and with `return_std` the standard deviation of a new target, noise included."""

@@ -14,7 +14,7 @@ from sklearn.utils import check_random_state
 from sklearn.utils._param_validation import Interval, StrOptions
 
 from afield.estimators.fitted import FEWEST_TO_SPLIT, Fitted
-from afield.estimators.network import adapt, network
+from afield.estimators.network import adapt, columns_of, network, predict_mean
 from afield.estimators.noise import fit_noise
 from afield.estimators.posterior import (
     FEWEST_HELD_OUT,
@@ -29,6 +29,7 @@ from afield.estimators.rows import Rows, split
 from afield.estimators.stream import forget, learn, learn_keeping_reference
 from afield.estimators.tables import check_table, encode
 from afield.estimators.training import History, Training, train_network
+from afield.estimators.trees import MOST_ROUNDS, Trees, fit_trees, refit
 from afield.gp.likelihoods import LIKELIHOODS
 from afield.model.sngp_model import SNGP
 from afield.settings import Settings
@@ -71,6 +72,7 @@ class SNGPEstimator(Fitted):
     validation_fraction: float | None = 0.15
     n_iter_no_change: int = 15
     tol: float = 1e-4
+    trees: int | None = None
     detection_score: str | None = None
     categorical_features: ArrayLike | str | None = "from_dtype"
     warm_start: bool = False
@@ -95,14 +97,20 @@ class SNGPEstimator(Fitted):
         "validation_fraction": _positive(None, right=1),
         "n_iter_no_change": _whole(),
         "tol": _positive(closed="left"),
+        "trees": [Interval(Integral, 0, None, closed="left"), None],
         "categorical_features": [StrOptions({"from_dtype"}), "array-like", None],
         "warm_start": ["boolean"],
         "random_state": ["random_state"],
         "verbose": ["verbose"],
     }
 
-    def _fit(self, rows: Rows, held: Rows | None, outputs: int, likelihood: str, *, fresh: bool) -> Self:
-        """`rows` and `held`, if rows to validate on are given, have standardised targets and positive weights."""
+    def _fit(
+        self, rows: Rows, held: Rows | None, outputs: int, likelihood: str, *, fresh: bool, stream: bool = False
+    ) -> Self:
+        """`rows` and `held`, if rows to validate on are given, have standardised targets and positive weights.
+
+        stream  of which trees, that cannot learn further rows, have no part
+        """
         self._seed = int(check_random_state(self.random_state).randint(2**31 - 1))
         numbers = LIKELIHOODS[likelihood].noisy
         if held is None:
@@ -128,12 +136,24 @@ class SNGPEstimator(Fitted):
             self._settle_noise(model, architecture, trained, held)
         self._architecture, self._num_seen, self.model_ = architecture, len(rows), model
         learns = numbers or self.early_stopping
+        self._trees = None if stream else self._grow(trained, held)
         self._calibrate(held, learns=learns, rows=trained)
+        if self._trees is not None and learns:
+            every = (trained + held).merged()
+            self._trees = refit(self._trees, columns_of(model)(every.x), every, self._seed)
         # Numbers can be unlearnt and serve again; what a classifier has learnt is no longer held out.
         again = numbers and len(held) >= FEWEST_HELD_OUT
         self._held_out = held if again or not learns else held[:0]
         self.loss_curve_, self.held_out_loss_curve_, self.n_iter_ = history.loss, history.held_out, len(history.loss)
         return self
+
+    def _grow(self, rows: Rows, held: Rows) -> Trees | None:
+        """Boosted trees beside the network, where held-out rows ask for them."""
+        rounds = (MOST_ROUNDS if len(rows) + len(held) <= _MANY else 0) if self.trees is None else self.trees
+        if not rounds or not self.early_stopping or len(held) < FEWEST_HELD_OUT:
+            return None
+        columns, mean = columns_of(self.model_), predict_mean(self.model_, held.x)
+        return fit_trees(columns(rows.x), rows, columns(held.x), held, mean, rounds, self._seed)
 
     def _train(self, architecture: dict[str, Any], rows: Rows, held: Rows) -> tuple[SNGP, dict[str, Any], History]:
         """Train a new network; where a classifier is at its best at once, see whether a narrow one is better."""
@@ -179,20 +199,24 @@ class SNGPEstimator(Fitted):
             return
         numbers = LIKELIHOODS[model.head.likelihood].noisy
         noise = float(model.head.noise)
-        calibrate_on(model, held, stopped=self.early_stopping, seed=self._seed)
+        calibrate_on(model, held, stopped=self.early_stopping, seed=self._seed, trees=self._trees)
         alone = held.merged().alone()
         if not numbers:
-            self._answers = answers_of(model, alone)
+            self._answers = answers_of(model, alone, trees=self._trees)
         if learns:
             learn_keeping_reference(model, held, noise=noise)
         if numbers:
             if rows is not None:
                 varies = getattr(self, "noise", "constant") == "input" and float(model.head.noise) > LEAST_NOISE
                 self._noise = fit_noise(model, rows, held.merged(), self._seed) if varies else None
-            self._answers = answers_of(model, alone, self._noise)
+            if self._trees is not None:
+                told = answers_of(model, held.merged(), self._noise, self._trees)
+                self._trees = self._trees if told is None else self._trees.spread_by(*told, held.merged().weight)
+            self._answers = answers_of(model, alone, self._noise, self._trees)
 
     def _partial_fit(self, rows: Rows) -> Self:
         """Rows of a stream: hidden layers stay, output weights and posterior learn, calibration runs again."""
+        self._trees = None  # which cannot learn them
         draws = np.random.default_rng([self._seed, self._num_seen]).random(len(rows))
         hold = torch.from_numpy(draws < (self.validation_fraction or 0.0))
         model, old = self.model_, self._held_out

@@ -21,6 +21,7 @@ from afield.estimators.posterior import FEWEST_HELD_OUT
 from afield.estimators.rows import Rows
 from afield.estimators.saving import load_estimator, packed, save_estimator, unpacked
 from afield.estimators.tables import UNKNOWN, Categories, Floats, check_table, encode
+from afield.estimators.trees import Trees, with_trees
 from afield.model.sngp_model import SNGP
 from afield.prediction.prediction import Prediction
 
@@ -40,6 +41,7 @@ class Fitted(BaseEstimator):
     _categories: Categories
     _held_out: Rows
     _noise: InputNoise | None = None
+    _trees: Trees | None = None
     _answers: tuple[Prediction, Tensor] | None  # of held-out rows, as if they had not been learnt, and their targets
     _num_seen: int
     _seed: int
@@ -140,7 +142,7 @@ class Fitted(BaseEstimator):
     def _predict(self, X: ArrayLike) -> Prediction:
         """All that the model knows about rows; a change in what never changed is refused at every level."""
         table = self._checked(X)
-        return self._refused(table, predict(self.model_, torch.tensor(table)))
+        return self._with_trees(table, self._refused(table, predict(self.model_, torch.tensor(table))))
 
     def _answer_rows(self, table: Floats) -> tuple[Prediction, Tensor, Floats]:
         """What the service answers to rows (N, d) of finite numbers, with codes in the place of categories.
@@ -148,9 +150,13 @@ class Fitted(BaseEstimator):
         returns  the prediction in the units of the target, the variance of the function alone, and the score (N,)
         """
         prediction = predict(self.model_, torch.tensor(table))
-        units = self._in_units(self._refused(table, prediction))
+        units = self._in_units(self._with_trees(table, self._refused(table, prediction)))
         assert prediction.variance is not None
         return units, self._variance_in_units(prediction.variance), self._score(table, prediction)
+
+    def _with_trees(self, table: Floats, prediction: Prediction) -> Prediction:
+        """The network's prediction with the trees in it."""
+        return with_trees(self.model_, prediction, torch.tensor(table), self._trees)
 
     def _score(self, table: Floats, prediction: Prediction) -> Floats:
         # Without held-out rows a prediction does not know which score was asked for.
@@ -172,8 +178,9 @@ class Fitted(BaseEstimator):
 
     def _mean(self, X: ArrayLike) -> Tensor:
         """The posterior mean (N, K) alone."""
-        table = self._checked(X)
-        return predict_mean(self.model_, torch.tensor(table))
+        rows = torch.tensor(self._checked(X))
+        mean = predict_mean(self.model_, rows)
+        return mean if self._trees is None else self._trees.blend(mean, columns_of(self.model_)(rows))
 
     def _calibrated(self, X: ArrayLike) -> Prediction:
         prediction = self._predict(X)

@@ -18,6 +18,7 @@ from afield.estimators.network import predict
 from afield.estimators.noise import InputNoise, of_targets, without_itself
 from afield.estimators.rows import Rows
 from afield.estimators.scores import fit_score
+from afield.estimators.trees import Trees, with_trees
 from afield.gp.likelihoods import LIKELIHOODS
 from afield.model.calibration import calibrate
 from afield.model.evaluating import evaluating
@@ -89,7 +90,7 @@ def _cross(model: SNGP) -> Tensor:
     return gram @ head.weight.detach().T + float(head.noise) * float(head.ridge) * head.weight.detach().T
 
 
-def calibrate_on(model: SNGP, held: Rows, *, stopped: bool, seed: int) -> None:
+def calibrate_on(model: SNGP, held: Rows, *, stopped: bool, seed: int, trees: Trees | None = None) -> None:
     """Calibrate on held-out rows; p-values compare with one row of each cluster, by the score that the model has.
 
     `stopped`: these rows have chosen when to stop, so that keeping a third of them apart would make no p-value
@@ -112,7 +113,7 @@ def calibrate_on(model: SNGP, held: Rows, *, stopped: bool, seed: int) -> None:
         assert variance is not None
         amplitude = 1 / math.sqrt(MEAN_FIELD_FACTOR * float(variance.median()))
         if stopped:
-            strength = _strength(model, rows, amplitude)
+            strength = _strength(model, rows, amplitude, trees)
             head.set_scalars(amplitude=math.sqrt(strength) * amplitude, logit_scale=math.sqrt(1 + strength))
         else:
             calibrate(model, batches, weights=weights, amplitude=amplitude, score=own, seed=seed, progress=False)
@@ -125,12 +126,12 @@ def calibrate_on(model: SNGP, held: Rows, *, stopped: bool, seed: int) -> None:
         head.set_reference(torch.cat([model.predict(part.x).score(head.score) for part in alone.parts()]))
 
 
-def _strength(model: SNGP, rows: Rows, amplitude: float) -> float:
+def _strength(model: SNGP, rows: Rows, amplitude: float, trees: Trees | None) -> float:
     """c: how much of the variance the probabilities of rows that belong here bear."""
     head, losses = model.head, []
     for strength in _STRENGTHS:
         head.set_scalars(amplitude=math.sqrt(strength) * amplitude, logit_scale=math.sqrt(1 + strength))
-        probs = predict(model, rows.x).probs
+        probs = with_trees(model, predict(model, rows.x), rows.x, trees).probs
         assert probs is not None
         losses.append(-rows.weight * probs.double().gather(1, rows.y[:, None])[:, 0].clamp_min(1e-300).log())
     best = min(losses, key=lambda loss: float(loss.sum()))
@@ -139,7 +140,9 @@ def _strength(model: SNGP, rows: Rows, amplitude: float) -> float:
     return _STRENGTHS[allowed.index(True)]
 
 
-def answers_of(model: SNGP, rows: Rows, noise: InputNoise | None = None) -> tuple[Prediction, Tensor] | None:
+def answers_of(
+    model: SNGP, rows: Rows, noise: InputNoise | None = None, trees: Trees | None = None
+) -> tuple[Prediction, Tensor] | None:
     """What the model says about held-out rows as if they were not learnt, and their targets; None of too few rows.
 
     Of numbers these are learnt, and the prediction of each is that without itself.
@@ -147,5 +150,7 @@ def answers_of(model: SNGP, rows: Rows, noise: InputNoise | None = None) -> tupl
     if len(rows) < FEWEST_HELD_OUT:
         return None
     if LIKELIHOODS[model.head.likelihood].noisy:
-        return of_targets(model, without_itself(model, rows), noise), rows.y
-    return replace(predict(model, rows.x), features=None), rows.y
+        prediction = of_targets(model, without_itself(model, rows), noise)
+    else:
+        prediction = replace(predict(model, rows.x), features=None)
+    return with_trees(model, prediction, rows.x, trees), rows.y

@@ -26,6 +26,7 @@ from afield.errors import DamagedModel
 from afield.estimators.network import network, plain_network
 from afield.estimators.noise import InputNoise
 from afield.estimators.rows import Rows
+from afield.estimators.trees import Trees
 from afield.model.files import read_tensors, write_file
 from afield.model.fingerprint import Fingerprint
 from afield.model.saving import load, read_index, save
@@ -88,12 +89,17 @@ def load_estimator(kind: "type[Kind]", folder: str | os.PathLike[str]) -> "Kind"
     estimator._answers = None
     if "noise.weight" in tensors:
         estimator._noise = InputNoise(tensors["noise.weight"], tensors["noise.constant"])
+    estimator._trees = Trees(**_below("trees.", tensors)) if "trees.value" in tensors else None
     if "answers.target" in tensors:
-        parts: dict[str, Any] = {n.removeprefix("answers."): t for n, t in tensors.items() if n.startswith("answers.")}
+        parts = _below("answers.", tensors)
         target = parts.pop("target")
         estimator._answers = Prediction(**parts, **state["answers"]), target
     estimator.model_ = load(folder, load_network(estimator._architecture)).eval()
     return estimator
+
+
+def _below(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
 
 
 def load_network(architecture: Mapping[str, Any]) -> nn.Module:
@@ -161,6 +167,8 @@ def _tensors(estimator: "Fitted") -> dict[str, Tensor]:
     tensors |= {"held_out.x": held.x, "held_out.y": held.y, "held_out.weight": held.weight}
     if estimator._noise is not None:
         tensors |= {"noise.weight": estimator._noise.weight, "noise.constant": estimator._noise.constant}
+    if estimator._trees is not None:
+        tensors |= {f"trees.{name}": value for name, value in estimator._trees.tensors().items()}
     if estimator._answers is not None:
         prediction, target = estimator._answers
         tensors |= {f"answers.{name}": value for name, value in prediction._tensors().items()}
