@@ -58,6 +58,8 @@ class Settings:
     """Random features of the variance: same as the mean's, own, or auto: own for classes."""
     ridge: float = 1.0
     """Prior precision of the output weights."""
+    refit_head: bool = False
+    """Whether a Gaussian process's output weights are solved for once training is over."""
     amplitude: float | None = None
     """Of the variance; None: calibrated on validation data."""
     logit_scale: float | None = None

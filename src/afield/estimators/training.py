@@ -20,6 +20,8 @@ from afield.model.evaluating import evaluating
 from afield.model.sngp_model import SNGP
 from afield.settings import Settings
 
+_STEPS_OF_COPIES = 16  # an epoch, of a table of thousands of rows with a dozen different ones
+
 
 @dataclass(frozen=True)
 class Training:
@@ -82,7 +84,10 @@ def train_network(model: SNGP, rows: Rows, held: Rows, how: Training) -> History
         return waited == how.patience
 
     shuffle, data = torch.Generator(), TensorDataset(z, y, w)
-    order = BatchSampler(RandomSampler(data, generator=shuffle), how.settings.batch_size, drop_last=False)
+    size = how.settings.batch_size
+    passed = max(len(data), min(int(rows.weight.sum()), _STEPS_OF_COPIES * size))
+    shuffled = RandomSampler(data, num_samples=passed, generator=shuffle)
+    order = BatchSampler(shuffled, size, drop_last=False)
     try:
         train(
             body,

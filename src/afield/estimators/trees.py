@@ -29,9 +29,10 @@ from afield.model.sngp_model import SNGP
 from afield.prediction.prediction import Prediction
 
 MOST_ROUNDS = 300
-_OF_CLASSES = GradientBoostingClassifier(learning_rate=0.05, max_depth=5, max_features="sqrt", min_samples_leaf=3)
-_OF_NUMBERS = GradientBoostingRegressor(learning_rate=0.1, max_depth=6, max_features=0.7, min_samples_leaf=3)
+_OF_CLASSES = GradientBoostingClassifier(learning_rate=0.05, max_depth=5, max_features="sqrt")
+_OF_NUMBERS = GradientBoostingRegressor(learning_rate=0.1, max_depth=6, max_features=0.7)
 _PART, _MOST_ROWS = 0.6, 3000  # of the rows, that a tree sees
+_LEAST_LEAF = 3.0  # rows, by weight
 _MOST_TREES = 3000
 _CHUNK = 1 << 21  # rows times trees at a time
 _WEIGHTS = torch.linspace(0, 1, 21, dtype=torch.float64)
@@ -154,7 +155,9 @@ def _targets(rows: Rows) -> tuple[Tensor, ...]:
 
 def _boosted(z: Tensor, y: Tensor, weight: Tensor, rounds: int, seed: int) -> Any:
     model = clone(_OF_CLASSES if _of_classes(y) else _OF_NUMBERS)
-    model.set_params(n_estimators=rounds, random_state=seed, subsample=min(_PART, _MOST_ROWS / len(z)))
+    part = 1.0 if float(weight.sum()) > 2 * len(z) else _PART  # few rows with large weights: none may be missing
+    model.set_params(n_estimators=rounds, random_state=seed, subsample=min(part, _MOST_ROWS / len(z)))
+    model.set_params(min_weight_fraction_leaf=min(0.5, _LEAST_LEAF / (part * float(weight.sum()))))
     return model.fit(z.numpy(), y.numpy(), (weight / weight.mean()).numpy())
 
 

@@ -16,6 +16,7 @@ from afield.methods.method import BackboneFactory, Method
 from afield.model.batches import device_of
 from afield.model.calibration import calibrate
 from afield.model.convert import sngp
+from afield.model.output_weights import fit_head
 from afield.model.posterior import fit_posterior
 from afield.model.sngp_model import SNGP
 from afield.prediction.distance_scores import FITTED
@@ -42,6 +43,7 @@ PAPER_FORM = MappingProxyType(
         "orthogonal": False,
         "variance_features": "same",
         "logit_scale": 1.0,
+        "refit_head": False,
         "score": "max_probability",
     }
 )
@@ -74,7 +76,9 @@ def of_calibration(settings: Settings, train: Iterable[Any]) -> dict[str, Any]:
 
 
 def finish_gp(model: SNGP, train: Iterable[Any], val: Iterable[Any], settings: Settings = Settings(), /) -> None:
-    """Fit the posterior, and calibrate."""
+    """Fit the posterior, and calibrate; before it the output weights, if they are solved for."""
+    if settings.refit_head and model.head.mean is None:
+        fit_head(model, train, progress=False)
     fit_posterior(model, train, progress=False)
     calibrate(model, val, **of_calibration(settings, train), progress=False)
 

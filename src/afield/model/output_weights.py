@@ -118,8 +118,10 @@ def fit_head(
 ) -> HeadFit:
     """Solve for the output weights on top of the network as it is: no gradient steps through it, minutes at most.
 
-    Use it on `afield.sngp(net, bound=None, freeze=True)` for a trained `net`, then `afield.fit_posterior`. The weights
-    start where they are, so that a second call ends at once.
+    Use it after a training with `afield.sngp`, whose last step is not the optimum, or on a trained `net` with
+    `afield.sngp(net, bound=None, freeze=True)`; then `afield.fit_posterior`. The weights start where they are, so that
+    a second call ends at once. The features (N, D) stay in memory. Under torch.distributed give every rank the whole
+    loader: each solves for itself.
 
     loader     batches (inputs, target)
     target     index or key of the target in a batch, and

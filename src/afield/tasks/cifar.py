@@ -47,7 +47,7 @@ from afield.tasks.image_tensors import (
     to_tensor,
 )
 from afield.tasks.published_formats import read_cifar_batch, read_svhn_mat
-from afield.tasks.task import Outline, Recipe, Task, presets
+from afield.tasks.task import REFIT, Outline, Recipe, Task, presets
 
 _CIFAR100_MEAN, _CIFAR100_STD = (0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)
 _FOLDERS = {"cifar10": "cifar-10-batches-py", "cifar100": "cifar-100-python"}
@@ -94,7 +94,8 @@ def cifar(name: str, classes: int) -> Recipe:
     return Recipe(
         partial(_load, name, classes),
         presets(small, paper=paper),
-        {"*gp*": {"head_learning_rate": 3.0}},  # features have length 1, hidden vectors about 5: gradients differ by 25
+        # Features have length 1, hidden vectors about 5: gradients differ by 25.
+        {"*gp*": {"head_learning_rate": 3.0}, **REFIT},
         {"paper": Outline(45_000, _EVALUATED, torch.zeros(1, 3, 32, 32, dtype=torch.uint8), _NETS["paper"])},
     )
 

@@ -30,7 +30,7 @@ from afield.tasks.image_tensors import (
     to_tensor,
 )
 from afield.tasks.published_formats import read_idx
-from afield.tasks.task import Recipe, Task, presets
+from afield.tasks.task import REFIT, Recipe, Task, presets
 
 MEAN, STD = (0.2860,), (0.3530,)
 _SIZES = {"smoke": (100, 20, 100), "small": (3000, 1000, 5000), "paper": (6000, 1000, 10_000)}  # a class, a class, OOD
@@ -73,7 +73,7 @@ def fashion(seed: int, preset: str) -> Task:
 RECIPE = Recipe(
     fashion,
     presets(_SMALL, paper=replace(_SMALL, epochs=60, bound=6.0)),
-    {"*gp*": {"head_learning_rate": 4.0}},
+    {"*gp*": {"head_learning_rate": 4.0}, **REFIT},
 )
 
 

@@ -13,6 +13,12 @@ from torch.utils.data import TensorDataset
 from afield.settings import Settings
 
 PRESETS = ("smoke", "small", "paper")
+REFIT: Mapping[str, Mapping[str, Any]] = {
+    "dnn-gp*": {"refit_head": True},
+    "sngp*": {"refit_head": True},
+    "*-paper": {"refit_head": False},
+}
+"""Adapted settings of tasks on which output weights that are solved for have the lower validation loss."""
 
 
 @dataclass(frozen=True)
