@@ -36,7 +36,7 @@ WRITTEN = [page for page in PAGES if ROOT / "results" not in page.parents]
 MEASURED = [page for page in WRITTEN if page.name not in ("CHANGELOG.md", "CONTRIBUTING.md")]
 FILLERS = (  # modules of bench/
     *("ablations", "attach", "bounds", "choices", "claims", "defaults", "detectors", "drift", "laplace_hmc"),
-    *("left_out", "peers", "scale", "speed.__main__", "suite_tables", "tables", "texts"),
+    *("left_out", "peers", "refit", "scale", "speed.__main__", "suite_tables", "tables", "texts"),
 )
 EXTRAS = (  # what the extras of pyproject.toml bring
     *("sklearn", "scipy", "matplotlib", "tyro", "rich", "jinja2", "filelock", "gpytorch", "pyro", "optuna", "pooch"),

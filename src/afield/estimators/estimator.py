@@ -268,8 +268,8 @@ class SNGPEstimator(Fitted):
     def _training(self, rows: int) -> Training:
         settings = Settings(
             optimizer="adamw",
-            # Few enough that little more than a million rows pass in all.
-            epochs=self.max_iter or max(6, min(60, 1_200_000 // rows)),
+            # Few enough that about a million rows pass in all.
+            epochs=self.max_iter or max(5, min(60, 1_000_000 // rows)),
             batch_size=self.batch_size or min(1024, max(32, rows // 40 if rows < 10_000 else max(256, rows // 150))),
             learning_rate=self.learning_rate,
             head_learning_rate=self.head_learning_rate,
