@@ -20,8 +20,9 @@ from torch.utils.data import TensorDataset
 import afield
 from afield.backbones.resffn import ResFFN
 from afield.bounds.spectral import bounds_of, operator_norm
+from afield.experiment.config import Config
 from afield.experiment.paper import METHOD_OF
-from afield.experiment.training import fit
+from afield.experiment.training import batches, fit
 from afield.gp.features import RandomFeatures
 from afield.gp.head import GaussianProcessHead
 from afield.methods import METHODS, ensemble, frozen, gradient_penalty, isomax_plus, mc_dropout, with_temperature
@@ -542,3 +543,16 @@ def test_a_frozen_backbone_sees_every_input_once(name: str, two_moons: Task, mon
     frozen._MEMORY.clear()
     torch.testing.assert_close(method.predict(model, x).logits, whole)
     assert not frozen._MEMORY[next(iter(frozen._MEMORY))]
+
+
+def test_output_weights_are_solved_for_on_request() -> None:
+    """Then a second solution is the first; the paper's form, and networks with a dense output, have none."""
+    task = TASKS["two-moons"](0, "smoke")
+    options = {"epochs": 1, "num_random_features": 32}
+    solved, stepped = (fit(task, METHODS["sngp"], refit_head=refit, **options) for refit in (True, False))
+    before = solved.head.weight.clone()
+    assert afield.fit_head(solved, batches(task.train), progress=False).gradient < 1e-4
+    torch.testing.assert_close(solved.head.weight, before, rtol=1e-2, atol=1e-2)
+    assert not torch.allclose(stepped.head.weight, before, rtol=0.1, atol=0.1)
+    for name, refit in (("sngp", True), ("sngp-augmix", True), ("sngp-paper", False), ("dnn", False)):
+        assert Config.of("cifar10", name).settings.refit_head is refit
