@@ -28,7 +28,7 @@ from afield.estimators.scores import OF_CLASSES
 from afield.prediction.distance_scores import FITTED
 from afield.prediction.scores import SCORES
 
-QUICK = {"n_members": 2, "width": 16, "num_random_features": 64, "max_iter": 30, "random_state": 0}
+QUICK = {"n_members": 2, "width": 16, "num_random_features": 64, "max_iter": 30, "random_state": 0, "trees": 20}
 pytestmark = pytest.mark.filterwarnings("ignore::sklearn.exceptions.ConvergenceWarning")
 
 

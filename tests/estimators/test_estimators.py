@@ -32,7 +32,15 @@ from afield.prediction.metrics import auroc
 from afield.settings import Settings
 
 SMALL = {"n_members": 2, "width": 8, "num_random_features": 32, "batch_size": 64}
-QUICK = {"n_members": 2, "width": 16, "num_random_features": 64, "max_iter": 15, "random_state": 0, "dropout": 0.1}
+QUICK = {
+    "n_members": 2,
+    "width": 16,
+    "num_random_features": 64,
+    "max_iter": 15,
+    "random_state": 0,
+    "dropout": 0.1,
+    "trees": 20,
+}
 # Tests train for a few epochs only, and most hold out fewer than the 99 rows that a p-value of 0.01 needs.
 pytestmark = [
     pytest.mark.filterwarnings("ignore::sklearn.exceptions.ConvergenceWarning"),
@@ -62,7 +70,7 @@ def moons():
 
 @pytest.fixture(scope="module")
 def classifier(moons):
-    return SNGPClassifier(trees=0, **QUICK).fit(*moons)
+    return SNGPClassifier(**QUICK | {"trees": 0}).fit(*moons)
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +81,7 @@ def curve():
 
 @pytest.fixture(scope="module")
 def regressor(curve):
-    return SNGPRegressor(noise="constant", trees=0, **QUICK).fit(*curve)
+    return SNGPRegressor(**QUICK | {"noise": "constant", "trees": 0}).fit(*curve)
 
 
 def model_and_rows(likelihood: str, rows: int = 40, seed: int = 0) -> tuple[afield.SNGP, Rows]:

@@ -12,7 +12,7 @@ from afield.estimators import SNGPClassifier, SNGPRegressor
 from afield.estimators.rows import Rows, split
 from afield.estimators.tables import encode, learn_categories
 
-QUICK = {"n_members": 1, "width": 16, "num_random_features": 64, "max_iter": 8, "random_state": 0}
+QUICK = {"n_members": 1, "width": 16, "num_random_features": 64, "max_iter": 8, "random_state": 0, "trees": 20}
 pytestmark = [
     pytest.mark.filterwarnings("ignore::sklearn.exceptions.ConvergenceWarning"),
     pytest.mark.filterwarnings("ignore:The smallest p-value is"),
