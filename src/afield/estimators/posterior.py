@@ -28,11 +28,12 @@ from afield.model.posterior import fit_posterior
 from afield.model.sngp_model import SNGP
 from afield.outputs.noise import Residuals
 from afield.prediction.prediction import Prediction
-from afield.prediction.predictive import MEAN_FIELD_FACTOR
+from afield.prediction.predictive import MEAN_FIELD_FACTOR, shrink
 
 FEWEST_HELD_OUT = 20  # of which `calibrate` can make something
 _NEARLY_ALL = 1 - 1e-9  # all but one
 _LEVELS_A_DECADE = 8
+_LEAST_LOG = math.log(1e-300)  # of a probability
 _STRENGTHS = (1.0, 0.5, 0.25, 0.1, 0.03, 0.01)
 LEAST_NOISE = 1e-10  # of a target with variance 1: below, targets are all alike
 
@@ -128,12 +129,13 @@ def calibrate_on(model: SNGP, held: Rows, *, stopped: bool, seed: int, trees: Tr
 
 def _strength(model: SNGP, rows: Rows, amplitude: float, trees: Trees | None) -> float:
     """c: how much of the variance the probabilities of rows that belong here bear."""
-    head, losses = model.head, []
+    model.head.set_scalars(amplitude=amplitude, logit_scale=1.0)
+    prediction, losses = with_trees(model, predict(model, rows.x), rows.x, trees), []
+    assert prediction.variance is not None
     for strength in _STRENGTHS:
-        head.set_scalars(amplitude=math.sqrt(strength) * amplitude, logit_scale=math.sqrt(1 + strength))
-        probs = with_trees(model, predict(model, rows.x), rows.x, trees).probs
-        assert probs is not None
-        losses.append(-rows.weight * probs.double().gather(1, rows.y[:, None])[:, 0].clamp_min(1e-300).log())
+        logits = shrink(math.sqrt(1 + strength) * prediction.logits, strength * prediction.variance)
+        log_p = logits.log_softmax(1).gather(1, rows.y[:, None])[:, 0]
+        losses.append(-rows.weight * log_p.clamp_min(_LEAST_LOG))
     best = min(losses, key=lambda loss: float(loss.sum()))
     worse = [loss - best for loss in losses]
     allowed = [float(d.mean()) <= float(d.std()) / math.sqrt(len(d)) for d in worse]
